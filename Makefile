@@ -1,0 +1,78 @@
+# Two commands are enough to use the project: make demo, make test. Each sets up what it needs.
+#
+# Variables, given on the command line:
+#   VENV          folder of the environment
+#   CONSTRAINTS   exact versions to install; use a VENV of its own for each file
+#   EXTRA         more of pyproject.toml's extras: EXTRA=cuda13 for an NVIDIA GPU
+#   PYTHON        interpreter that makes the environment (default: .ci/find_python.sh looks)
+#   DEMO_ARGS     flags of the demonstration
+#   PYTEST_ARGS   arguments of pytest
+VENV := .venv
+CONSTRAINTS := constraints/jax-0.11.2.txt
+EXTRA :=
+PYTHON :=
+DEMO_ARGS :=
+PYTEST_ARGS := -n 2 --dist worksteal
+
+IN_VENV := $(VENV)/bin/python
+comma := ,
+PINS := $(notdir $(basename $(CONSTRAINTS)))$(addprefix -,$(subst $(comma),-,$(EXTRA)))
+# A stamp stands only in a finished environment and names the pins that it holds.
+CORE := $(VENV)/core-$(PINS).stamp
+DEV := $(VENV)/dev-$(PINS).stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test format-check lint format types check clean
+
+# An environment whose interpreter has gone is made again.
+ifneq ($(shell $(IN_VENV) -c 'print("runs")' 2>/dev/null),runs)
+.PHONY: $(CORE)
+endif
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-13s %s\n", $$1, $$2}'
+
+setup: $(DEV)  ## make the environment, with the tools of a developer
+
+demo: $(CORE)  ## generate text with a small model, several samples of one prompt
+	@$(IN_VENV) -m experiments.generate $(DEMO_ARGS)
+
+test: $(DEV)  ## run the tests
+	$(IN_VENV) -m pytest $(PYTEST_ARGS)
+
+format-check: $(DEV)  ## fail if a file is not formatted
+	$(IN_VENV) -m ruff format --check .
+
+lint: $(DEV)  ## look for mistakes
+	$(IN_VENV) -m ruff check .
+
+format: $(DEV)  ## format the files and repair what the linter can
+	$(IN_VENV) -m ruff format .
+	$(IN_VENV) -m ruff check --fix .
+
+types: $(DEV)  ## check the types
+	$(IN_VENV) -m basedpyright --pythonpath $(IN_VENV)
+
+check: format-check lint types test  ## all that CI runs
+
+clean:  ## remove the environment and what tools left behind
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(call install,REQUIREMENT): the stamps are away while pip works, so an interrupted run shows.
+define install
+	@rm -f $(VENV)/*.stamp
+	@echo "Installing $(1) with $(CONSTRAINTS) into $(VENV); the first time takes a minute or two."
+	@$(IN_VENV) -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) -e '$(1)'
+endef
+
+$(CORE): pyproject.toml $(CONSTRAINTS)
+	@if ! ls $(VENV)/*.stamp >/dev/null 2>&1 || ! $(IN_VENV) -m pip --version >/dev/null 2>&1; then \
+		python=$$(sh .ci/find_python.sh $(if $(PYTHON),"$(PYTHON)")) && "$$python" -m venv --clear $(VENV); \
+	fi
+	$(call install,.$(addsuffix ],$(addprefix [,$(EXTRA))))
+	@touch $@
+
+$(DEV): $(CORE)
+	$(call install,.[dev$(addprefix $(comma),$(EXTRA))])
+	@touch $(CORE) $@

@@ -1,0 +1,63 @@
+"""Partial attention results and their merge by log-sum-exp."""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """Attention of some queries over a subset of their keys.
+
+    Attributes:
+      out: softmax-weighted mean of the values over that subset (normalised).
+      lse: natural logarithm of the sum of exp(scaled scores) over that subset, float32; -inf when
+        the subset is empty, whatever `out` then holds.
+
+    The empty partial (0, -inf) is the neutral element of `merge`.
+    """
+
+    out: Float[Array, "*rows head_dim"]
+    lse: Float32[Array, "*rows"]
+
+    @classmethod
+    def empty(cls, rows: tuple[int, ...], head_dim: int) -> Self:
+        """Attention over no keys: out 0, lse -inf."""
+        return cls(jnp.zeros((*rows, head_dim), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32))
+
+
+def merge(first: Partial, second: Partial) -> Partial:
+    """Attention over the union of two disjoint subsets of keys.
+
+    `lse = log(exp(lse1) + exp(lse2))`, `out = exp(lse1 - lse) out1 + exp(lse2 - lse) out2`
+    (Hydragen, arXiv 2402.05099, equation 5; CoDec's parallel reduction, arXiv 2505.17694).
+    Associative and commutative up to rounding; merging with an empty partial changes no bit.
+    """
+    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), first, second)
+    return merge_stacked(stacked)
+
+
+def merge_stacked(partials: Partial) -> Partial:
+    """Attention over the union of the disjoint subsets stacked on the leading axis (may be none).
+
+    All weights are taken from the log-sum-exps first; an empty partial's `out` is never multiplied
+    (it may be garbage, and 0 * NaN is NaN). The result keeps the dtype of `out`.
+    """
+    lse = partials.lse
+    top = jnp.max(lse, axis=0, initial=-jnp.inf)
+    shift = jnp.where(top == -jnp.inf, jnp.float32(0), top)
+    live = lse > -jnp.inf
+    weight = jnp.where(live, jnp.exp(lse - shift), jnp.float32(0))
+    total = jnp.sum(weight, axis=0)
+    some = total > 0
+    out = jnp.where(live[..., None], partials.out.astype(jnp.float32) * weight[..., None], -0.0)
+    # -0.0 is the exact neutral element of addition: x + -0.0 == x for x == -0.0 too.
+    out = lax.reduce(out, jnp.float32(-0.0), lax.add, (0,))
+    out = jnp.where(some[..., None], out / jnp.where(some, total, 1.0)[..., None], 0.0)
+    merged_lse = jnp.where(some, shift + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+    return Partial(out.astype(partials.out.dtype), merged_lse)

@@ -1,0 +1,1 @@
+"""Runnable experiments: demonstrations, measurements and reproductions of the papers."""

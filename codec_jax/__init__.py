@@ -5,6 +5,7 @@ planner, the forest. Take the floor you need; nothing lower knows anything highe
 """
 
 from codec_jax.attention import attend as attend
+from codec_jax.attention_hydragen import hydragen_attention as hydragen_attention
 from codec_jax.forest import Forest as Forest
 from codec_jax.forest_arrays import ForestArrays as ForestArrays
 from codec_jax.forest_arrays import ForestCapacity as ForestCapacity

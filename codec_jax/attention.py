@@ -74,7 +74,7 @@ def attend(
     """
     _check_shapes(q, kv, plan, layer)
     chosen, _ = choose_implementation(
-        kv.pool.k_pages.shape[1:],
+        kv.pool.page_shape,
         kv.pool.k_pages.dtype,
         plan.packed_row.shape[1],
         implementation=implementation,
@@ -185,7 +185,7 @@ def choose_implementation(
 
 
 def default_num_workers() -> int:
-    """Streaming multiprocessors of the default device; 8 where it has none (XLA ignores workers)."""
+    """Streaming multiprocessors of the default device; 8 without (XLA ignores workers)."""
     return getattr(jax.devices()[0], "core_count", 8) if jax.default_backend() == "gpu" else 8
 
 

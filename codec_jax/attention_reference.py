@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 
 from codec_jax.attention_xla import Rows
 from codec_jax.kv_cache import KVPool
-from codec_jax.partial import Partial
+from codec_jax.partial import Partial, softmax_with_lse
 from codec_jax.planning.plan import Plan
 from codec_jax.planning.resolve import ResolvedSteps
 from codec_jax.planning.scans import iota
@@ -42,12 +42,6 @@ def attend_rows_densely(
     exact = lax.Precision.HIGHEST
     query = rows.q.astype(jnp.float32)
     score = jnp.einsum("hrd,hcd->hrc", query, read(pool.k_pages), precision=exact)
-    score = jnp.where(live[None], score, -jnp.inf)
-    top = jnp.max(score, axis=-1)
-    shift = jnp.where(top == -jnp.inf, 0.0, top)
-    weight = jnp.exp(score - shift[:, :, None])
-    total = jnp.sum(weight, axis=-1)
-    some = total > 0
-    safe = jnp.where(some, total, 1.0)
+    weight, lse = softmax_with_lse(jnp.where(live[None], score, -jnp.inf))
     out = jnp.einsum("hrc,hcd->hrd", weight, read(pool.v_pages), precision=exact)
-    return Partial(out / safe[:, :, None], jnp.where(some, shift + jnp.log(safe), -jnp.inf))
+    return Partial(out, lse)

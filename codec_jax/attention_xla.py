@@ -1,8 +1,8 @@
 """Attention over a plan in plain XLA: any device, head_dim, group and page size.
 
-The plan's work is flattened to (segment, step, block of rows) units, which are gathered and computed
-a chunk at a time, all KV heads alike, with an online softmax. Memory is the packed result plus
-O(chunk); time follows the live units, not the plan's capacity.
+The plan's work is flattened to (segment, step, block of rows) units, which are gathered and
+computed a chunk at a time, all KV heads alike, with an online softmax. Memory is the packed result
+plus O(chunk); time follows the live units, not the plan's capacity.
 
 Memory traffic: each unit reads its page once, so a shared page is read once for every `row_block`
 stacked query rows.
@@ -11,7 +11,6 @@ stacked query rows.
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from codec_jax.attention import ResolvedPlan, attend_resolved
 from codec_jax.kv_cache import KVPool, TokenSlots, append
+from codec_jax.models import Decoder
 from codec_jax.planning.plan import Plan
 from codec_jax.planning.resolve import resolve
 from codec_jax.planning.scans import exclusive_sum, iota
@@ -79,7 +80,7 @@ def draw_first(
     *,
     graphdef: nnx.GraphDef,
 ) -> DecodeState:
-    """The state after each running row drew its first token, from its prompt's last hidden state."""
+    """The state after each running row drew its first token from its prompt's hidden state."""
     logits = nnx.merge(graphdef, params).logits(last_hidden)
     return _draw(state, logits)
 
@@ -98,7 +99,7 @@ def decode_steps(
     num_steps: int,
     implementation: str,
 ) -> DecodeState:
-    """The state after `num_steps` steps under one plan; the pool is donated and updated in place."""
+    """The state after `num_steps` steps under one plan; the pool is updated in place."""
     decoder = nnx.merge(graphdef, params)
 
     def step(_, state):
@@ -108,7 +109,7 @@ def decode_steps(
 
 
 def decode_step(
-    decoder: nnx.Module, state: DecodeState, plan: Plan, *, implementation: str
+    decoder: Decoder, state: DecodeState, plan: Plan, *, implementation: str
 ) -> DecodeState:
     """The state after one token for every running row; pure, no host work.
 

@@ -5,6 +5,7 @@ shared by the tokens that stand in it or below it. So the planner and the attent
 serve prefill too, with a causal mask by position.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,12 +36,37 @@ class PrefillChunk(NamedTuple):
     num_tokens: int
 
 
+class PrefillChunks:
+    """The chunks of a prefill, each made when it is asked for: long prompts need little memory.
+
+    They come in an order in which every token follows those that it attends to.
+
+    Attributes:
+      num_tokens: tokens to compute, over all chunks.
+    """
+
+    def __init__(self, prompts: "_Prompts", chunk_size: int, batch_size: int):
+        self._prompts = prompts
+        self._rows = _rows_to_compute(prompts)
+        self._chunk_size, self._batch_size = chunk_size, batch_size
+        self.num_tokens = self._rows.node.size
+
+    def __len__(self) -> int:
+        return -(-self.num_tokens // self._chunk_size)
+
+    def __iter__(self) -> Iterator[PrefillChunk]:
+        sizes = {"chunk_size": self._chunk_size, "batch_size": self._batch_size}
+        for start in range(0, self.num_tokens, self._chunk_size):
+            yield _make_chunk(self._prompts, self._rows, start, **sizes)
+
+
 class _Prompts(NamedTuple):
     """A forest's nodes in preorder, as the chunks need them."""
 
     arrays: ForestArrays
     token_ids: np.ndarray  # of all nodes, one after the other
     token_lo: np.ndarray  # first entry of each node in token_ids
+    token_hi: np.ndarray
     subtree_end: np.ndarray  # one past the last node below each node
     num_computed: np.ndarray  # tokens at each node's start that are in the pool already
     end_node: np.ndarray  # node in which each request's prompt ends
@@ -61,11 +87,11 @@ def prefill_chunks(
     chunk_size: int,
     batch_size: int,
     num_computed: dict[int, int] | None = None,
-) -> list[PrefillChunk]:
-    """The chunks, in an order in which every token comes after those that it attends to.
+) -> PrefillChunks:
+    """The token rows that fill a forest's pages, cut into chunks of one size.
 
     Args:
-      forest: the prompts; private leaves are left to the decode loop.
+      forest: the prompts, with requests 0, 1, ...; private leaves are left to the decode loop.
       chunk_size: token rows of a chunk.
       batch_size: length of `last_row`, at least the number of requests.
       num_computed: tokens at the start of each node (by node id) whose keys and values are in the
@@ -81,12 +107,7 @@ def prefill_chunks(
         raise ValueError(
             f"`batch_size` must be at least the {forest.num_requests} requests; got {batch_size}."
         )
-    prompts = _read_prompts(forest, num_computed or {})
-    rows = _rows_to_compute(prompts)
-    return [
-        _make_chunk(prompts, rows, start, chunk_size=chunk_size, batch_size=batch_size)
-        for start in range(0, rows.node.size, chunk_size)
-    ]
+    return PrefillChunks(_read_prompts(forest, num_computed or {}), chunk_size, batch_size)
 
 
 def _read_prompts(forest: Forest, num_computed: dict[int, int]) -> _Prompts:
@@ -103,6 +124,7 @@ def _read_prompts(forest: Forest, num_computed: dict[int, int]) -> _Prompts:
         arrays=arrays,
         token_ids=np.concatenate([np.zeros(0, np.int32), *runs]),
         token_lo=np.cumsum(sizes) - sizes,
+        token_hi=np.cumsum(sizes),
         subtree_end=_subtree_ends(arrays.parent),
         num_computed=np.array([num_computed.get(node_id, 0) for node_id in order], np.int64),
         end_node=np.array(end_node, np.int64),
@@ -119,12 +141,11 @@ def _subtree_ends(parent: np.ndarray) -> np.ndarray:
 
 
 def _rows_to_compute(prompts: _Prompts) -> _Rows:
-    sizes = np.diff(prompts.token_lo, append=prompts.token_ids.size)
-    node = np.repeat(np.arange(sizes.size), sizes)
+    node = np.repeat(np.arange(prompts.token_lo.size), prompts.token_hi - prompts.token_lo)
     offset = np.arange(node.size) - prompts.token_lo[node]
     is_stored = offset < prompts.num_computed[node]
     is_wanted = ~is_stored
-    is_wanted[prompts.token_lo[prompts.end_node] + sizes[prompts.end_node] - 1] = True
+    is_wanted[prompts.token_hi[prompts.end_node] - 1] = True
     return _Rows(node[is_wanted], offset[is_wanted], is_stored[is_wanted])
 
 
@@ -133,8 +154,10 @@ def _make_chunk(
 ) -> PrefillChunk:
     stop = start + chunk_size
     node, offset, is_stored = (field[start:stop] for field in rows)
-    new_until_here = rows.node[:stop][~rows.is_stored[:stop]]
-    kv_len = prompts.num_computed + np.bincount(new_until_here, minlength=prompts.token_lo.size)
+    # A node's new tokens are one run of rows; a recomputed one is not new.
+    num_new = np.maximum(prompts.token_hi - prompts.token_lo - prompts.num_computed, 0)
+    first_row = np.searchsorted(rows.node, np.arange(num_new.size))
+    kv_len = prompts.num_computed + np.clip(stop - first_row, 0, num_new)
     place = prompts.arrays.first_row[node] + offset
     page = prompts.arrays.page_list[prompts.arrays.page_lo[node] + place // prompts.page_size]
     return PrefillChunk(
@@ -149,9 +172,8 @@ def _make_chunk(
 
 
 def _last_rows(prompts: _Prompts, node, offset, batch_size: int) -> np.ndarray:
-    sizes = np.diff(prompts.token_lo, append=prompts.token_ids.size)
-    last_row_of_node = np.full(sizes.size, -1, np.int32)
-    is_last = offset == sizes[node] - 1
+    last_row_of_node = np.full(prompts.token_lo.size, -1, np.int32)
+    is_last = prompts.token_lo[node] + offset == prompts.token_hi[node] - 1
     last_row_of_node[node[is_last]] = np.flatnonzero(is_last)
     return _padded(last_row_of_node[prompts.end_node], batch_size, fill=-1)
 

@@ -9,8 +9,11 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from codec_jax.generate_batch import Batch, Options
+from codec_jax.generate_loop import Loop
+from codec_jax.generate_memory import Memory
 from codec_jax.generate_requests import Prompt, Request, read_requests
 from codec_jax.models import LoadedModel
+from codec_jax.planning.policies import policy_named
 from codec_jax.sampling import Sampling
 
 _log = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ class Completion:
       finish_reason: "stop" (a stop token) or "length" (max_new_tokens).
       num_prompt_tokens: tokens of the prompt.
       num_shared_tokens: of these, tokens whose keys and values another request uses too.
+      reads_saved: KV token reads that the policy spares this request in each decode step: a node
+        of n tokens that is read once for s requests costs each of them n / s reads instead of n.
     """
 
     prompt_index: int
@@ -40,11 +45,12 @@ class Completion:
     finish_reason: str
     num_prompt_tokens: int
     num_shared_tokens: int
+    reads_saved: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """Tokens that one row gained since the last visit of the host; `finish_reason` with the last."""
+    """Tokens that one row gained since the host's last visit; `finish_reason` with the last."""
 
     prompt_index: int
     sample_index: int
@@ -62,8 +68,8 @@ class Statistics:
       num_prompt_pages: pages that hold the prompts.
       num_prefill_rows: token rows given to prefill, padding included.
       num_prefill_padding: of these, padding.
-      policy, implementation: what ran.
-      reason: why that implementation.
+      policy, policy_rule: what ran, and which nodes it reads once.
+      implementation, reason: what ran, and why.
     """
 
     unique_kv_tokens: int
@@ -72,6 +78,7 @@ class Statistics:
     num_prefill_rows: int
     num_prefill_padding: int
     policy: str
+    policy_rule: str
     implementation: str
     reason: str
 
@@ -103,6 +110,7 @@ class Generation:
         self.requests = read_requests(model, prompts, Sampling() if sampling is None else sampling)
         self._tokenizer = model.tokenizer
         self._batch = Batch(model, self.requests, options=options or Options())
+        self._loop = Loop(model, self._batch)
         self._new_ids: list[tuple[int, ...]] = [() for _ in self.requests]
         self._reasons: list[str | None] = [None for _ in self.requests]
         self._visits = self._run()
@@ -113,16 +121,23 @@ class Generation:
         return self._batch.forest
 
     @property
+    def memory(self) -> Memory:
+        """What the run will hold on the device; known before the first visit."""
+        return self._batch.memory
+
+    @property
     def statistics(self) -> Statistics:
         """What sharing saves; known before the first visit."""
         batch = self._batch
+        num_rows = len(batch.chunks) * batch.options.prefill_chunk
         return Statistics(
             unique_kv_tokens=batch.forest.unique_tokens,
             total_kv_tokens=batch.forest.total_tokens,
             num_prompt_pages=batch.num_prompt_pages,
-            num_prefill_rows=batch.num_prefill_rows,
-            num_prefill_padding=batch.num_prefill_padding,
+            num_prefill_rows=num_rows,
+            num_prefill_padding=num_rows - batch.chunks.num_tokens,
             policy=batch.options.policy,
+            policy_rule=policy_named(batch.options.policy).rule,
             implementation=batch.implementation,
             reason=batch.implementation_reason,
         )
@@ -148,7 +163,7 @@ class Generation:
     def _run(self) -> Iterator[list[Delta]]:
         if not self.requests:
             return
-        for progress in self._batch.run():
+        for progress in self._loop.run():
             deltas = []
             for row, (ids, reason) in enumerate(progress):
                 gained = ids[len(self._new_ids[row]) :]
@@ -163,6 +178,7 @@ class Generation:
     def _completion(self, request: Request, row: int) -> Completion:
         ids, reason = self._new_ids[row], self._reasons[row]
         visible = ids[:-1] if reason == "stop" else ids
+        shared = self._batch.sharing(row)
         return Completion(
             prompt_index=request.prompt_index,
             sample_index=request.sample_index,
@@ -171,7 +187,8 @@ class Generation:
             token_ids=ids,
             finish_reason=str(reason),
             num_prompt_tokens=len(request.prompt_ids),
-            num_shared_tokens=self._batch.num_shared_tokens(row),
+            num_shared_tokens=sum(node.tokens for node in shared),
+            reads_saved=sum(node.reads_saved for node in shared),
         )
 
     def _continuation(self, prompt_ids: tuple[int, ...], new_ids: tuple[int, ...]) -> str:

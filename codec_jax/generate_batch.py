@@ -1,27 +1,23 @@
-"""One batch on the device: pages, prefill, and visits of k decode steps, each with its plan."""
+"""One batch of requests: everything about it that is known on the host before the device works."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from codec_jax.attention import choose_implementation, default_num_workers
-from codec_jax.decode import FULL, RUNNING, STOPPED, DecodeState, RowState, decode_steps, draw_first
 from codec_jax.forest import Forest
-from codec_jax.forest_arrays import ForestArrays, ForestCapacity, export_arrays
-from codec_jax.generate_requests import Request, row_sampling
-from codec_jax.generate_sizes import RunSizes, common_capacity, pad_forest
-from codec_jax.kv_cache import KVPool
+from codec_jax.forest_arrays import ForestArrays, ForestCapacity, export_arrays, node_order
+from codec_jax.forest_prefill import PrefillChunks, prefill_chunks
+from codec_jax.generate_memory import Memory, available_bytes, workspace_bytes
+from codec_jax.generate_requests import Request
+from codec_jax.generate_sizes import RunSizes
 from codec_jax.models import LoadedModel
-from codec_jax.planning.build import build_plan
 from codec_jax.planning.policies import policy_named
 from codec_jax.planning.spec import PlanCapacity, PlanSpec
-from codec_jax.prefill import PrefillInputs, PrefillState, prefill_chunk
-from codec_jax.forest_prefill import PrefillChunk, prefill_chunks
-
-FINISH_REASONS = {RUNNING: None, STOPPED: "stop", FULL: "length"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +31,8 @@ class Options:
       steps_per_visit: decode steps between two visits of the host; one plan each.
       prefill_chunk: token rows of a prefill call.
       num_workers: equal ranges that a plan is cut into; None asks the device.
+      num_pages: pages of the pool; None takes what the batch can need at most. With fewer, rows
+        that have ended give theirs back, and a batch that still runs short raises OutOfPagesError.
     """
 
     page_size: int = 64
@@ -43,31 +41,58 @@ class Options:
     steps_per_visit: int = 16
     prefill_chunk: int = 128
     num_workers: int | None = None
+    num_pages: int | None = None
 
     def __post_init__(self) -> None:
         policy_named(self.policy)
-        for name in ("page_size", "steps_per_visit", "prefill_chunk", "num_workers"):
+        optional = ("num_workers", "num_pages")
+        for name in ("page_size", "steps_per_visit", "prefill_chunk", *optional):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be positive; got {value}.")
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+
+
+class NodeSharing(NamedTuple):
+    """A node's tokens, the requests that use them, and whether the policy reads it once for all."""
+
+    tokens: int
+    sharers: int
+    is_read_once: bool
+
+    @property
+    def reads_saved(self) -> float:
+        """KV token reads that each sharer is spared in a decode step: it pays its part only."""
+        return self.tokens * (1 - 1 / self.sharers) if self.is_read_once else 0.0
 
 
 class Batch:
-    """Requests with their forest, made on the host; `run` does the device's work.
+    """Requests with their forest, sizes and memory; nothing of it is on the device.
 
     The forest numbers requests in batch order, so request i is row i.
+
+    Attributes:
+      requests: in batch order.
+      options: how to run them.
+      config: the model's sizes.
+      forest: the prompts, with a private leaf for each request.
+      num_prompt_pages: pages that hold the prompts.
+      sizes: shapes of the run.
+      chunks: what prefill computes.
+      implementation, implementation_reason: what will run, and why.
+
+    Raises:
+      ValueError: the batch does not fit the device's memory, or `num_pages` not even the prompts.
+      NotImplementedError: the implementation that was asked for cannot do it.
     """
 
     def __init__(self, model: LoadedModel, requests: Sequence[Request], *, options: Options):
-        self._config = model.decoder.config
-        self._graphdef, self._params = nnx.split(model.decoder)
-        self._stop_ids = np.array(model.tokenizer.stop_ids or (-1,), np.int32)
-        self._requests = requests
-        self.options = options
+        self.requests, self.options, self.config = requests, options, model.decoder.config
         self.implementation, self.implementation_reason = choose_implementation(
-            self._pool_shape(),
-            self._config.array_dtype,
-            self._config.group_size,
+            self.page_shape,
+            self.config.array_dtype,
+            self.config.group_size,
             implementation=options.implementation,
         )
         self.forest = Forest(page_size=options.page_size)
@@ -75,195 +100,92 @@ class Batch:
             limit = request.sampling.max_new_tokens
             self.forest.add_request(request.prompt_ids, max_new_tokens=limit)
         self.num_prompt_pages = self.forest.pages.num_used
-        self._sizes = self._choose_sizes()
-        self._chunks = self._cut_prefill()
+        self.sizes = self._choose_sizes()
+        self.memory = self._estimate_memory(model)
+        self.memory.check()
+        self.chunks: PrefillChunks = prefill_chunks(
+            self.forest, chunk_size=options.prefill_chunk, batch_size=self.sizes.batch
+        )
+        self.forest.pages.bound(self.sizes.pages)
 
     @property
-    def num_prefill_rows(self) -> int:
-        """Token rows given to prefill, padding included."""
-        return len(self._chunks) * self.options.prefill_chunk
+    def page_shape(self) -> tuple[int, int, int]:
+        """(num_kv_heads, page_size, head_dim) of the pool."""
+        return (self.config.num_kv_heads, self.options.page_size, self.config.head_dim)
 
     @property
-    def num_prefill_padding(self) -> int:
-        """Prefill rows that hold no token."""
-        return self.num_prefill_rows - sum(chunk.num_tokens for chunk in self._chunks)
-
-    def num_shared_tokens(self, row: int) -> int:
-        """Tokens on the row's path that another request uses too."""
-        nodes = (self.forest.node(i) for i in self._shared_nodes(row))
-        return sum(node.kv_len for node in nodes)
-
-    def run(self) -> Iterator[list[tuple[tuple[int, ...], str | None]]]:
-        """After prefill and after each visit: every row's new tokens so far, and why it ended."""
-        prefilled = self._prefill()
-        arrays = export_arrays(self.forest, self._sizes.forest)
-        state = jax.device_put(self._first_state(prefilled.pool, arrays))
-        state = draw_first(self._params, state, prefilled.last_hidden, graphdef=self._graphdef)
-        spec, capacity = self._spec(), self._decode_capacity(arrays)
-        while True:
-            status, num_new, new_tokens, kv_len = jax.device_get(
-                (state.rows.status, state.rows.num_new, state.new_tokens, state.kv_len)
-            )
-            yield [
-                (
-                    tuple(new_tokens[row, : num_new[row]].tolist()),
-                    FINISH_REASONS[status[row].item()],
-                )
-                for row in range(len(self._requests))
-            ]
-            if not (status == RUNNING).any():
-                return
-            plan = build_plan(
-                self._live_forest(arrays, kv_len, status),
-                spec,
-                policy=self.options.policy,
-                num_new_tokens=self.options.steps_per_visit,
-                capacity=capacity,
-            )
-            state = decode_steps(
-                self._params,
-                state,
-                plan,
-                graphdef=self._graphdef,
-                num_steps=self.options.steps_per_visit,
-                implementation=self.implementation,
-            )
-
-    def _choose_sizes(self) -> RunSizes:
-        reserved = sum(
-            -(-request.sampling.max_new_tokens // self.options.page_size)
-            for request in self._requests
-        )
-        heads, page_size, head_dim = self._pool_shape()
-        itemsize = self._config.array_dtype.itemsize
-        return RunSizes.for_run(
-            ForestCapacity.for_forest(self.forest),
-            num_pages=self.num_prompt_pages + reserved,
-            max_new_tokens=max((r.sampling.max_new_tokens for r in self._requests), default=1),
-            page_bytes=2 * self._config.num_layers * heads * page_size * head_dim * itemsize,
-        )
-
-    def _cut_prefill(self) -> list[PrefillChunk]:
-        return prefill_chunks(
-            self.forest, chunk_size=self.options.prefill_chunk, batch_size=self._sizes.batch
-        )
-
-    def _prefill(self) -> PrefillState:
-        self.forest.pages.bound(self._sizes.pages)
-        pool = KVPool.zeros(
-            self._sizes.pages,
-            self._pool_shape(),
-            num_layers=self._config.num_layers,
-            dtype=self._config.array_dtype,
-        )
-        hidden = np.zeros((self._sizes.batch, self._config.hidden_size), self._config.array_dtype)
-        state = PrefillState(pool, jax.device_put(hidden))
-        spec = self._spec()
-        chunks, capacity = self._padded_chunks(spec)
-        for chunk in chunks:
-            plan = build_plan(chunk.forest, spec, policy=self.options.policy, capacity=capacity)
-            state = prefill_chunk(
-                self._params,
-                state,
-                _prefill_inputs(chunk),
-                plan,
-                graphdef=self._graphdef,
-                implementation="reference" if self.implementation == "reference" else "xla",
-            )
-        return state
-
-    def _padded_chunks(self, spec: PlanSpec) -> tuple[list[PrefillChunk], PlanCapacity]:
-        """The chunks in arrays of one size, with one plan capacity, so that one program serves all."""
-        size = self.options.prefill_chunk
-        common = common_capacity((chunk.forest for chunk in self._chunks), requests=size)
-        chunks = [chunk._replace(forest=pad_forest(chunk.forest, common)) for chunk in self._chunks]
-        share = policy_named(self.options.policy).share
-        capacities = [
-            PlanCapacity.for_forest(chunk.forest, spec, share=share(chunk.forest.parent))
-            for chunk in chunks
-        ]
-        return chunks, PlanCapacity.largest(capacities)
-
-    def _first_state(self, pool: KVPool, arrays: ForestArrays) -> DecodeState:
-        batch, used = self._sizes.batch, len(self._requests)
-        is_used = np.arange(batch) < used
-        free_pages = np.full(self._sizes.pages, -1, np.int32)
-        lent = self.forest.pages.lend()
-        free_pages[: lent.size] = lent
-        leaf = np.full(batch, arrays.parent.size, np.int32)
-        leaf[arrays.request_row[:used]] = arrays.request_node[:used]
-        entry = np.append(arrays.page_lo, 0)[leaf]
-        prompt_len = [len(request.prompt_ids) for request in self._requests]
-        max_new = [request.sampling.max_new_tokens for request in self._requests]
-
-        def column(values):
-            padded = np.zeros(batch, np.int32)
-            padded[:used] = values
-            return padded
-
-        rows = RowState(
-            token=np.zeros(batch, np.int32),
-            position=column(prompt_len) - 1,
-            num_new=np.zeros(batch, np.int32),
-            max_new=column(max_new),
-            status=np.where(is_used, RUNNING, FULL).astype(np.int32),
-            leaf=leaf,
-            leaf_entry=entry,
-            sampling=row_sampling(self._requests, batch),
-        )
-        return DecodeState(
-            pool=pool,
-            page_list=arrays.page_list,
-            kv_len=arrays.kv_len,
-            free_pages=free_pages,
-            num_free=np.int32(lent.size),
-            rows=rows,
-            new_tokens=np.zeros((batch, self._sizes.new_tokens), np.int32),
-            stop_ids=self._stop_ids,
-        )
-
-    def _live_forest(self, arrays: ForestArrays, kv_len, status) -> ForestArrays:
-        """The forest as it stands: grown leaves, and those of ended rows without work."""
-        max_kv_len = arrays.max_kv_len.copy()
-        ended = arrays.request_node[: len(self._requests)][
-            status[arrays.request_row[: len(self._requests)]] != RUNNING
-        ]
-        kv_len = np.array(kv_len)
-        kv_len[ended], max_kv_len[ended] = 0, 0
-        return arrays._replace(kv_len=kv_len, max_kv_len=max_kv_len)
-
-    def _decode_capacity(self, arrays: ForestArrays) -> PlanCapacity:
-        """Room for every plan of the run: all leaves full."""
-        share = policy_named(self.options.policy).share(arrays.parent)
-        most = max(request.sampling.max_new_tokens for request in self._requests)
-        return PlanCapacity.for_forest(arrays, self._spec(), share=share, num_new_tokens=most)
-
-    def _spec(self) -> PlanSpec:
+    def spec(self) -> PlanSpec:
+        """What plans are made for."""
         return PlanSpec(
-            num_kv_heads=self._config.num_kv_heads,
-            group_size=self._config.group_size,
+            num_kv_heads=self.config.num_kv_heads,
+            group_size=self.config.group_size,
             page_size=self.options.page_size,
             num_workers=self.options.num_workers or default_num_workers(),
         )
 
-    def _pool_shape(self) -> tuple[int, int, int]:
-        return (self._config.num_kv_heads, self.options.page_size, self._config.head_dim)
+    def plan_capacity(self, forest: ForestArrays, *, num_new_tokens: int = 0) -> PlanCapacity:
+        """Room for the plans of a forest under the batch's policy."""
+        share = np.asarray(policy_named(self.options.policy).share(forest.parent))
+        return PlanCapacity.for_forest(
+            forest, self.spec, share=share, num_new_tokens=num_new_tokens
+        )
 
-    def _shared_nodes(self, row: int) -> Iterator[int]:
-        for node_id in self.forest.path(self.forest.end_node(row)):
-            if self.forest.num_sharers(node_id) < 2:
-                return
-            yield node_id
+    def arrays(self) -> ForestArrays:
+        """The forest as arrays of the run's sizes."""
+        return export_arrays(self.forest, self.sizes.forest)
 
+    def sharing(self, row: int) -> list[NodeSharing]:
+        """The nodes on a row's path that other requests use too, from the root down."""
+        path = self.forest.path(self.forest.end_node(row))
+        return [self._sharing[node_id] for node_id in path if self._sharing[node_id].sharers > 1]
 
-def _prefill_inputs(chunk: PrefillChunk) -> PrefillInputs:
-    return PrefillInputs(
-        chunk.token_ids,
-        chunk.position,
-        chunk.page,
-        chunk.row,
-        chunk.last_row,
-        chunk.forest.page_list,
-        chunk.forest.kv_len,
-        chunk.forest.position,
-    )
+    @functools.cached_property
+    def _sharing(self) -> dict[int, NodeSharing]:
+        arrays, order = export_arrays(self.forest), node_order(self.forest).tolist()
+        is_read_once = policy_named(self.options.policy).share(arrays.parent).tolist()
+        sharers = (arrays.request_hi - arrays.request_lo).tolist()
+        return {
+            node_id: NodeSharing(self.forest.node(node_id).kv_len, count, once)
+            for node_id, count, once in zip(order, sharers, is_read_once, strict=True)
+        }
+
+    def _choose_sizes(self) -> RunSizes:
+        limits = [request.sampling.max_new_tokens for request in self.requests]
+        reserved = sum(-(-limit // self.options.page_size) for limit in limits)
+        sizes = RunSizes.for_run(
+            ForestCapacity.for_forest(self.forest),
+            num_pages=self.num_prompt_pages + reserved,
+            max_new_tokens=max(limits, default=1),
+            page_bytes=self._page_bytes(),
+        )
+        num_pages = self.options.num_pages
+        if num_pages is None:
+            return sizes
+        if num_pages < self.num_prompt_pages:
+            raise ValueError(
+                f"`num_pages` must hold the prompts, {self.num_prompt_pages} pages; got"
+                f" {num_pages}."
+            )
+        return dataclasses.replace(sizes, pages=num_pages)
+
+    def _page_bytes(self) -> int:
+        """Bytes of one page's keys and values in all layers."""
+        num_kv_heads, page_size, head_dim = self.page_shape
+        tokens = 2 * self.config.num_layers * num_kv_heads * page_size
+        return tokens * head_dim * self.config.array_dtype.itemsize
+
+    def _estimate_memory(self, model: LoadedModel) -> Memory:
+        rows = max(self.sizes.batch, self.options.prefill_chunk) * self.spec.units_per_request
+        workspace = workspace_bytes(
+            self.config,
+            batch_size=self.sizes.batch,
+            prefill_chunk=self.options.prefill_chunk,
+            num_tiles=2 * -(-rows // self.spec.units_per_tile) + 1,
+            page_size=self.options.page_size,
+        )
+        return Memory(
+            weights_bytes=sum(x.nbytes for x in jax.tree.leaves(model.decoder.arrays())),
+            pool_bytes=self.sizes.pages * self._page_bytes(),
+            workspace_bytes=workspace,
+            available_bytes=available_bytes(),
+        )

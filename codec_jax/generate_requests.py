@@ -3,7 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
+import numpy.typing as npt
+from jaxtyping import Array
 
 from codec_jax.models import LoadedModel
 from codec_jax.sampling import RowSampling, Sampling
@@ -45,12 +48,12 @@ def read_requests(
 
 
 def row_sampling(requests: Sequence[Request], batch_size: int) -> RowSampling:
-    """The requests' settings as NumPy arrays, padded with greedy rows."""
+    """The requests' settings as arrays, padded with greedy rows."""
 
-    def column(values, dtype, fill=0):
+    def column(values: Sequence[float], dtype: npt.DTypeLike, fill: int = 0) -> Array:
         padded = np.full(batch_size, fill, dtype)
         padded[: len(requests)] = values
-        return padded
+        return jax.device_put(padded)
 
     return RowSampling(
         temperature=column([r.sampling.temperature for r in requests], np.float32),
@@ -86,7 +89,7 @@ def _prompt_ids(model: LoadedModel, prompt: Prompt, index: int) -> tuple[int, ..
         ids = tuple(array.tolist())
     if not ids:
         raise ValueError(
-            f"`prompts[{index}]` must hold at least one token; got an empty prompt and no BOS token."
+            f"`prompts[{index}]` must hold at least one token; got none, and no BOS token."
         )
     vocab_size = model.decoder.config.vocab_size
     outside = [token for token in ids if not 0 <= token < vocab_size]
@@ -102,7 +105,7 @@ def _check_context(model: LoadedModel, prompt_len: int, index: int, sampling: Sa
     length = prompt_len + sampling.max_new_tokens
     if length > limit:
         raise ValueError(
-            f"`prompts[{index}]` must fit the model's context of {limit} tokens with its new tokens;"
+            f"`prompts[{index}]` must fit the model's context of {limit} tokens with its new ones;"
             f" got {prompt_len} prompt tokens + {sampling.max_new_tokens} `max_new_tokens` ="
             f" {length}."
         )

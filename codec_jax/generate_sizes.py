@@ -35,7 +35,7 @@ class RunSizes:
     def for_run(
         cls, needed: ForestCapacity, *, num_pages: int, max_new_tokens: int, page_bytes: int
     ) -> Self:
-        """Sizes for a forest that needs these, and `num_pages` pages of `page_bytes` (all layers)."""
+        """Sizes for such a forest and `num_pages` pages of `page_bytes` (all layers)."""
         batch = at_least(MIN_BATCH, needed.requests)
         forest = ForestCapacity(
             nodes=at_least(MIN_NODES, needed.nodes),

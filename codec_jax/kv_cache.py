@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,10 @@ class TokenSlots(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class KVPool:
-    """Keys and values of all layers in pages; layer l owns pages [l * num_pages, (l + 1) * num_pages).
+    """Keys and values of all layers in pages.
 
-    A layer is an offset on the page ids, so that a scan over layers neither slices nor copies.
+    Layer l owns pages [l * num_pages, (l + 1) * num_pages). A layer is an offset on the page ids,
+    so that a scan over layers neither slices nor copies.
     """
 
     k_pages: Float[Array, "layers_pages num_kv_heads page_size head_dim"]
@@ -46,13 +47,24 @@ class KVPool:
         return self.k_pages.shape[0] // self.num_layers
 
     @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """(num_kv_heads, page_size, head_dim)."""
+        _, num_kv_heads, page_size, head_dim = self.k_pages.shape
+        return num_kv_heads, page_size, head_dim
+
+    @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.k_pages.shape[2]
 
     @classmethod
     def zeros(
-        cls, num_pages: int, shape: tuple[int, int, int], *, num_layers: int = 1, dtype="float32"
+        cls,
+        num_pages: int,
+        shape: tuple[int, int, int],
+        *,
+        num_layers: int = 1,
+        dtype: Any = "float32",
     ) -> Self:
         """A zeroed pool.
 

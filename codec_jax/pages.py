@@ -74,6 +74,11 @@ class PagePool:
         """The most pages ever used at the same time: the pool size that was needed."""
         return self._num_touched
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether the device owns the free stack (between `lend` and `settle`)."""
+        return self._is_lent
+
     def bound(self, num_pages: int) -> None:
         """Make this the whole pool: it grows no more, and can be lent.
 

@@ -50,14 +50,30 @@ def merge_stacked(partials: Partial) -> Partial:
     """
     lse = partials.lse
     top = jnp.max(lse, axis=0, initial=-jnp.inf)
-    shift = jnp.where(top == -jnp.inf, jnp.float32(0), top)
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
     live = lse > -jnp.inf
-    weight = jnp.where(live, jnp.exp(lse - shift), jnp.float32(0))
+    weight = jnp.where(live, jnp.exp(lse - shift[None]), 0.0)
     total = jnp.sum(weight, axis=0)
     some = total > 0
-    out = jnp.where(live[..., None], partials.out.astype(jnp.float32) * weight[..., None], -0.0)
+    safe = jnp.where(some, total, 1.0)
     # -0.0 is the exact neutral element of addition: x + -0.0 == x for x == -0.0 too.
+    out = jnp.where(live[..., None], partials.out.astype(jnp.float32) * weight[..., None], -0.0)
     out = lax.reduce(out, jnp.float32(-0.0), lax.add, (0,))
-    out = jnp.where(some[..., None], out / jnp.where(some, total, 1.0)[..., None], 0.0)
-    merged_lse = jnp.where(some, shift + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-    return Partial(out.astype(partials.out.dtype), merged_lse)
+    out = jnp.where(some[..., None], out / safe[..., None], 0.0)
+    return Partial(out.astype(partials.out.dtype), jnp.where(some, shift + jnp.log(safe), -jnp.inf))
+
+
+def softmax_with_lse(
+    score: Float32[Array, "*rows keys"],
+) -> tuple[Float32[Array, "*rows keys"], Float32[Array, "*rows"]]:
+    """Softmax over the last axis and the log-sum-exp; masked scores are -inf.
+
+    A row without a key has weights 0 and log-sum-exp -inf.
+    """
+    top = jnp.max(score, axis=-1, initial=-jnp.inf)
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
+    weight = jnp.exp(score - shift[..., None])
+    total = jnp.sum(weight, axis=-1)
+    some = total > 0
+    safe = jnp.where(some, total, 1.0)
+    return weight / safe[..., None], jnp.where(some, shift + jnp.log(safe), -jnp.inf)

@@ -22,7 +22,7 @@ class PrefillState(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """A `PrefillChunk` on the device.
+    """A `PrefillChunk` as arrays.
 
     Attributes:
       token_ids, position, page, row, last_row: as in `PrefillChunk`.

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def keys_and_values(tokens, num_kv_heads, head_dim):
-    """K and V of every token of one request, `[len(tokens), num_kv_heads, head_dim]` each, float32."""
+    """K and V of one request's tokens, float32 `[len(tokens), num_kv_heads, head_dim]` each."""
     state = 7
     rows = []
     for token in tokens:
@@ -21,7 +21,7 @@ def keys_and_values(tokens, num_kv_heads, head_dim):
 
 
 def attention(q, k, v, scale=None):
-    """One query token over its keys: out `[num_q_heads, head_dim]` and natural lse `[num_q_heads]`."""
+    """One query over its keys: out `[num_q_heads, head_dim]`, natural lse `[num_q_heads]`."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     num_q_heads, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale

@@ -72,9 +72,9 @@ def plan_forest(
 ) -> Plan:
     """The plan, unchecked: compare `plan.counts` with the capacity before the first use.
 
-    Pure and jit-compiled: arrays in, arrays out, no host work. See DESIGN: tiles along the
-    depth-first order, one stream for the narrow nodes of a tile, blocks of two tiles for wide nodes,
-    all on one line of cost cut into equal ranges.
+    Pure and jit-compiled: arrays in, arrays out, no host work. Tiles along the depth-first order;
+    one stream for the narrow nodes of a tile, blocks of two tiles for wide nodes; all on one line
+    of cost, cut into equal ranges.
     """
     pages = planned_pages(forest, num_new_tokens, page_size=spec.page_size)
     num_units = forest.num_requests * spec.units_per_request
@@ -100,7 +100,7 @@ def plan_forest(
     )
     tile_indptr, tile_items = items_of_tiles(items, num_tiles=capacity.tiles)
     counts = PlanCounts(
-        virtual_nodes=nodes.count,
+        virtual_nodes=nodes.total,
         tiles=tiles.num_tiles,
         steps=jnp.sum(nodes.num_pages, dtype=jnp.int32),
         items=num_items,
@@ -154,11 +154,11 @@ def _packed_rows(forest: ForestArrays, tiles: Tiles, *, spec: PlanSpec, num_tile
 def _check_ticks(
     spec: PlanSpec, capacity: PlanCapacity, cost: CostModel, *, most_steps: int
 ) -> None:
-    """Refuses work whose running cost could pass 2**31 - 1 ticks (checked before any array is made)."""
+    """Refuses work whose running cost could pass 2**31 - 1 ticks, before any array is made."""
     step = max(cost.step_ticks, cost.wide_step_ticks)
     most = (capacity.items * cost.segment_ticks + most_steps * step) * spec.num_kv_heads
     if most >= 2**31:
         raise ValueError(
-            f"`forest` is too large for one plan: up to {most} ticks of work, the limit is 2**31 - 1."
-            " Plan fewer requests at a time."
+            f"`forest` is too large for one plan: up to {most} ticks of work, at most"
+            " 2**31 - 1 are possible. Plan fewer requests at a time."
         )

@@ -16,7 +16,7 @@ class CostModel:
     Attributes:
       step_ticks: a page for one tile.
       wide_step_ticks: a page for two tiles.
-      segment_ticks: what a segment costs besides its steps (first loads, epilogue, partial results).
+      segment_ticks: what a segment costs besides its steps: first loads, epilogue, results.
     """
 
     step_ticks: int
@@ -32,5 +32,5 @@ class CostModel:
 
     @classmethod
     def closed_form(cls, spec: PlanSpec) -> Self:
-        """Costs without a profile: a step's time is its tokens, a segment's overhead is 128 tokens'."""
+        """Costs without a profile: a step costs its tokens, a segment 128 tokens more."""
         return cls(step_ticks=spec.page_size, wide_step_ticks=spec.page_size, segment_ticks=128)

@@ -5,6 +5,7 @@ an error here, where a kernel would read garbage.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from codec_jax.planning.plan import Plan
@@ -42,7 +43,8 @@ def interpret(
     scale = q.shape[-1] ** -0.5 if logits_scale is None else logits_scale
     q_rows = _pack(plan, q.astype(np.float64) * scale)
     page_size = pages[0].shape[2]
-    steps = jax.tree.map(np.asarray, resolve(plan, page_list, kv_len, page_size=page_size))
+    steps = resolve(plan, jnp.asarray(page_list), jnp.asarray(kv_len), page_size=page_size)
+    steps = jax.tree.map(np.asarray, steps)
     slots: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for worker in range(plan.worker_indptr.shape[0] - 1):
         for segment in range(plan.worker_indptr[worker], plan.worker_indptr[worker + 1]):

@@ -1,7 +1,7 @@
-"""The plan: fixed-capacity int32 arrays that say who reads which page for whom, and where results go.
+"""The plan: int32 arrays that say who reads which page for whom, and where results go.
 
-A plan is data. The NumPy interpreter, the XLA path and the GPU kernels execute the same arrays, so a
-planner's mistake and a kernel's mistake can be told apart.
+A plan is data. The NumPy interpreter, the XLA path and the GPU kernels execute the same arrays, so
+a planner's mistake and a kernel's mistake can be told apart.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Steps:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A run of steps for one or two tiles: a tile's stream of narrow nodes, or a block of a wide node."""
+    """A run of steps for one or two tiles: a tile's narrow nodes, or a block of a wide node."""
 
     tile: Int32[Array, " items"]
     num_tiles: Int32[Array, " items"]
@@ -64,7 +64,7 @@ class Segments:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlanCounts:
-    """How many entries of each array this forest needs; an entry beyond its capacity was dropped."""
+    """How many entries of each array a forest needs; those beyond a capacity were dropped."""
 
     virtual_nodes: Int32[Array, ""]
     tiles: Int32[Array, ""]

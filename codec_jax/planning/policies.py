@@ -5,13 +5,14 @@ All policies run on the same divider and the same kernels, so only what is share
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
 
-ShareMask = Callable[[Int32[Array, " nodes"] | np.ndarray], Bool[Array, " nodes"] | np.ndarray]
-"""Maps every node's parent (-1: a root) to whether its sharers read it once. NumPy in, NumPy out."""
+ShareMask = Callable[[Any], Any]
+"""Maps every node's parent (-1: a root) to whether its sharers read it once: int32 to bool arrays,
+NumPy to NumPy (for sizes, on the host) and JAX to JAX (in the planner)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Policy:
 
     Attributes:
       name: what users write.
+      rule: in words, which nodes are read once.
       share: see `ShareMask`. An unshared node is repeated for each of its sharers.
       shares_all: `share` is true everywhere, so virtual nodes are the nodes, already in order.
       cuts: whether an (item, KV head) pair may be divided among workers.
     """
 
     name: str
+    rule: str
     share: ShareMask
     shares_all: bool = False
     cuts: bool = True
@@ -39,6 +42,10 @@ def _no_node(parent):
     return _like(parent).zeros_like(parent, dtype=bool)
 
 
+def _roots(parent):
+    return parent < 0
+
+
 def _like(array):
     return np if isinstance(array, np.ndarray) else jnp
 
@@ -46,8 +53,21 @@ def _like(array):
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("balanced", _all_nodes, shares_all=True),
-        Policy("flash_decoding", _no_node),
+        Policy(
+            "balanced",
+            "every node is read once for all its sharers, the work cut into equal parts",
+            _all_nodes,
+            shares_all=True,
+        ),
+        Policy("flash_decoding", "every request reads its whole path by itself", _no_node),
+        Policy("hydragen", "only the roots are read once for all their sharers", _roots),
+        Policy(
+            "one_task_per_node",
+            "every node is read once for all its sharers, its work never cut",
+            _all_nodes,
+            shares_all=True,
+            cuts=False,
+        ),
     )
 }
 

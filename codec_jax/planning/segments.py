@@ -1,7 +1,7 @@
 """Segments: all (item, KV head) pairs laid on one line of cost and cut into equal ranges.
 
-Design: running sums, bounded counts and scatters; no sort, no sequential loop. A cut closer than two
-steps to a border between pairs is moved onto it, and no segment is empty.
+Design: running sums, bounded counts and scatters; no sort, no sequential loop. A cut closer than
+two steps to a border between pairs is moved onto it, and no segment is empty.
 """
 
 from typing import NamedTuple

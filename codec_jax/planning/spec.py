@@ -35,7 +35,7 @@ class PlanSpec:
 
     @property
     def units_per_request(self) -> int:
-        """Pieces of a request that a tile border may not cut: 1, or its rows when they exceed a tile."""
+        """Pieces of a request that no tile border cuts: 1, or its rows if more than a tile's."""
         return 1 if self.group_size <= TILE_ROWS else self.group_size
 
     @property
@@ -95,8 +95,9 @@ class PlanCapacity:
           share: bool per node, whether its sharers read it once (a policy's mask).
           num_new_tokens: tokens that each private leaf may gain before the next plan.
 
-        A node that n units share touches at most ceil(n / min_units_per_tile) + 1 tiles, in items of
-        two; a tile has at most one stream; W workers cut the line of pairs in at most W - 1 places.
+        A node that n units share touches at most ceil(n / min_units_per_tile) + 1 tiles, in items
+        of two; a tile has at most one stream; W workers cut the line of pairs in at most W - 1
+        places.
         """
         work = Workload.of_forest(forest, spec, share=share, num_new_tokens=num_new_tokens)
         # Sizes follow the capacity of the forest arrays, so that batches that fit it share them.

@@ -17,14 +17,14 @@ class VirtualNodes(NamedTuple):
       node: the forest's node.
       request_lo, request_hi: run of depth-first requests it is read for; empty in padding.
       num_pages: pages to read; 0 in padding.
-      count: how many there are.
+      total: how many there are.
     """
 
     node: Int32[Array, " virtual_nodes"]
     request_lo: Int32[Array, " virtual_nodes"]
     request_hi: Int32[Array, " virtual_nodes"]
     num_pages: Int32[Array, " virtual_nodes"]
-    count: Int32[Array, ""]
+    total: Int32[Array, ""]
 
 
 def planned_pages(
@@ -52,15 +52,15 @@ def virtual_nodes(
     sharers = forest.request_hi - forest.request_lo
     copies = jnp.where(policy.share(forest.parent), jnp.minimum(sharers, 1), sharers)
     first = exclusive_sum(copies)
-    count = jnp.sum(copies, dtype=jnp.int32)
+    total = jnp.sum(copies, dtype=jnp.int32)
 
     place = iota(capacity)
     node = jnp.minimum(owner_of(place, inclusive_sum(copies)), copies.shape[0] - 1)
     one_each = copies[node] == sharers[node]
     lo = forest.request_lo[node] + jnp.where(one_each, place - first[node], 0)
     hi = jnp.where(one_each, lo + 1, forest.request_hi[node])
-    live = place < count
+    live = place < total
     order = jnp.argsort(jnp.where(live, lo, jnp.iinfo(jnp.int32).max), stable=True)
     pages = jnp.where(live, num_pages[node], 0)
     lo, hi = jnp.where(live, lo, 0), jnp.where(live, hi, 0)
-    return VirtualNodes(node[order], lo[order], hi[order], pages[order], count)
+    return VirtualNodes(node[order], lo[order], hi[order], pages[order], total)

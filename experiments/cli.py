@@ -1,0 +1,88 @@
+"""What every experiment's command line has in common: parsing, one-line errors, exit codes."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import flags, logging
+
+OK, FAILED, WRONG_USE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the message is for them, without a traceback."""
+
+
+def set_up_process() -> None:
+    """Makes logging and standard output fit a command line; call it under `__main__` only.
+
+    Library logging goes to standard error from the level of absl's --verbosity on, by default
+    warnings. A character that standard output's encoding lacks is written as an escape sequence.
+    """
+    logging.use_absl_handler()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> None:
+    """Sets the flags from `argv`, whose first item is the program.
+
+    Raises:
+      UsageError: an unknown flag, a value that it does not take, or an argument that is no flag.
+    """
+    try:
+        rest = flag_values(list(argv))
+    except flags.Error as error:
+        raise UsageError(str(error)) from error
+    if rest[1:]:
+        raise UsageError(f"every argument must be a flag; got {rest[1]!r}. See --help.")
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns the refusals of the library and of the file system into `UsageError`.
+
+    For the part of a program that checks what it was given and does no work yet: later such an
+    exception is a bug, and its traceback is wanted.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(explain_os_error(error)) from error
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(str(error)) from error
+
+
+def explain_os_error(error: OSError) -> str:
+    """The file and what is wrong with it, without an error number."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def exit_status(command: Callable[[], int]) -> int:
+    """The status that `command` returns, or the one of what stopped it.
+
+    2 after a `UsageError`, which is one line on standard error; 130 after Ctrl-C; 141 where nobody
+    reads standard output any more.
+    """
+    try:
+        status = command()
+        sys.stdout.flush()
+    except UsageError as error:
+        say(f"error: {error}")
+        return WRONG_USE
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+    return status
+
+
+def say(message: str) -> None:
+    """Writes one line to standard error."""
+    print(" ".join(message.splitlines()), file=sys.stderr, flush=True)

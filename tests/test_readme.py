@@ -1,0 +1,81 @@
+"""What the README says is so: its Python runs, its picture is the demo's, its tables are whole."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from codec_jax import draw_forest, generate, load_model
+from codec_jax.generate_requests import read_requests
+from codec_jax.planning.policies import POLICIES
+from experiments.generate_config import GenerateConfig
+from experiments.generate_job import prepare
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_there_are_the_two_uses():
+    assert len(PYTHON) == 2
+    for block in PYTHON:
+        statements = [line for line in block.splitlines() if line and "import" not in line]
+        assert len(statements) <= 10
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=["generate", "attend"])
+def test_python_runs(block, capsys):
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.count("\n") in (1, 4)
+
+
+def test_the_picture_is_what_the_demo_draws():
+    job = prepare(GenerateConfig())
+    drawn = draw_forest(
+        job.generation.forest, decode=job.model.tokenizer.decode, width=80
+    )
+    assert f"```text\n{drawn}\n```" in README
+
+
+def test_every_policy_has_its_row():
+    rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", README, flags=re.MULTILINE)
+    assert set(POLICIES) <= set(rows)
+
+
+def test_every_flag_is_named():
+    from absl import flags
+
+    from experiments.generate_flags import define_flags
+
+    values = flags.FlagValues()
+    define_flags(values)
+    own = {name for name in values if values[name].module is None or name in README}
+    named = set(re.findall(r"`--(\w+)`", README))
+    expected = "model prompt prompts_file num_samples max_new_tokens temperature top_k top_p seed"
+    expected += " page_size policy implementation dtype output version"
+    assert set(expected.split()) <= named <= set(values) | own | {"help"}
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_the_ten_lines_elsewhere(tmp_path):
+    """Built without isolation, installed without dependencies into a folder of its own."""
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
+    subprocess.run([*build, str(tmp_path), str(REPOSITORY)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", str(site), str(wheel)], check=True)
+    script = tmp_path / "ten_lines.py"
+    script.write_text(f"import codec_jax\n{PYTHON[0]}print(codec_jax.__file__)\n")
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site), "PATH": ""},
+    )
+    assert ran.stdout.splitlines()[-1].startswith(str(site))
+    assert len(ran.stdout.splitlines()) >= 5

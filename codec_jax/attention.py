@@ -11,32 +11,50 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from codec_jax import attention_xla
 from codec_jax.attention_reference import attend_rows_densely
+from codec_jax.attention_rows import Rows, pack_positions, pack_rows, unpack_rows
+from codec_jax.attention_xla import ChunkConfig, attend_rows
 from codec_jax.kv_cache import KVCache, KVPool
 from codec_jax.partial import Partial
+from codec_jax.planning.merge_order import MergeOrder, merge_order
 from codec_jax.planning.plan import Plan
 from codec_jax.planning.resolve import ResolvedSteps, resolve
-from codec_jax.planning.spec import TILE_ROWS
-from pallas_kernels import supports
+from pallas_kernels import pack_table, padded_head_dim, supports
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ResolvedPlan:
-    """A plan with its steps resolved: made once for each decode step, used by all layers.
+class PreparedPlan:
+    """A plan with what an implementation derives from it: made once, outside the decode loop.
 
     Attributes:
       plan: the plan.
+      segments, merge: the kernels' segment table and merge order; None for the others.
+    """
+
+    plan: Plan
+    segments: Int32[Array, "segments 8"] | None = None
+    merge: MergeOrder | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResolvedPlan:
+    """A prepared plan with its steps resolved: once for each decode step, for all its layers.
+
+    Attributes:
+      prepared: the plan.
       steps: physical pages and live columns.
+      step_table: the same as the kernels' table; None for the others.
       q_position: absolute position of each batch row's query, for causal masks; None when every
         key in the cache precedes every query (decoding).
     """
 
-    plan: Plan
+    prepared: PreparedPlan
     steps: ResolvedSteps
+    step_table: Int32[Array, "steps 8"] | None = None
     q_position: Int32[Array, " batch"] | None = None
 
 
@@ -85,15 +103,55 @@ def attend(
 
 @functools.partial(jax.jit, static_argnames=("logits_scale", "implementation"))
 def _attend(q, kv: KVCache, plan: Plan, layer, *, logits_scale, implementation) -> Partial:
-    steps = resolve(plan, kv.page_list, kv.kv_len, page_size=kv.pool.page_size)
+    prepared = prepare_plan(plan, implementation=implementation)
+    resolved = resolve_plan(prepared, kv.page_list, kv.kv_len, page_size=kv.pool.page_size)
     return attend_resolved(
-        q,
-        kv.pool,
-        ResolvedPlan(plan, steps),
-        layer,
-        logits_scale=logits_scale,
-        implementation=implementation,
+        q, kv.pool, resolved, layer, logits_scale=logits_scale, implementation=implementation
     )
+
+
+def prepare_plan(plan: Plan, *, implementation: str) -> PreparedPlan:
+    """The plan with the tables of that implementation."""
+    if implementation != "mosaic_gpu":
+        return PreparedPlan(plan)
+    segments, order = plan.segments, merge_order(plan)
+    columns = (segments.kv_head, segments.tile, segments.num_tiles)
+    columns = (*columns, segments.step_lo, segments.num_steps, segments.slot)
+    return PreparedPlan(plan, pack_table(*columns, _final_tiles(plan, order)), order)
+
+
+def _final_tiles(plan: Plan, order: MergeOrder) -> Int32[Array, " segments"]:
+    """A bit for each tile of a segment whose slot is the only one: nothing is left to merge."""
+    is_alone = jnp.diff(order.indptr) == 1
+    pair = plan.segments.tile * plan.num_kv_heads + plan.segments.kv_head
+    second = jnp.minimum(pair + plan.num_kv_heads, is_alone.shape[0] - 1)
+    bits = is_alone[pair].astype(jnp.int32)
+    return bits + jnp.where(plan.segments.num_tiles > 1, 2 * is_alone[second], 0)
+
+
+def resolve_plan(
+    prepared: PreparedPlan,
+    page_list: Int32[Array, " page_entries"],
+    kv_len: Int32[Array, " nodes"],
+    *,
+    page_size: int,
+    causal: tuple[Int32[Array, " nodes"], Int32[Array, " batch"]] | None = None,
+) -> ResolvedPlan:
+    """The plan for these pages and lengths.
+
+    Args:
+      prepared: the plan.
+      page_list, kv_len: the batch's view of the pool, see `KVCache`.
+      page_size: tokens of a page.
+      causal: absolute positions of each node's first token and of each batch row's query, for a
+        causal mask.
+    """
+    position, q_position = (None, None) if causal is None else causal
+    steps = resolve(prepared.plan, page_list, kv_len, page_size=page_size, position=position)
+    table = None
+    if prepared.segments is not None:
+        table = pack_table(steps.page, steps.col_lo, steps.col_hi, steps.row_lo, steps.row_hi)
+    return ResolvedPlan(prepared, steps, table, q_position)
 
 
 def attend_resolved(
@@ -105,47 +163,67 @@ def attend_resolved(
     logits_scale: float,
     implementation: str,
 ) -> Partial:
-    """`attend` inside a jitted step: nothing is checked, `implementation` is already chosen."""
-    rows = pack_rows(q.astype(jnp.float32) * logits_scale, resolved.plan)
-    steps = resolved.steps
-    if resolved.q_position is not None:
-        position = jnp.repeat(resolved.q_position[:, None], resolved.plan.packed_row.shape[1], 1)
-        position = _scatter_rows(position[:, :, None, None], resolved.plan)[0, :, 0]
-        packed = attention_xla.Rows(rows, position)
-    else:
-        packed = attention_xla.Rows(rows)
+    """`attend` inside a jitted step: nothing is checked, `implementation` is already chosen.
+
+    The pool's head_dim may be larger than q's: keys and values are padded with zeros there.
+    """
+    plan, head_dim = resolved.prepared.plan, q.shape[-1]
+    padded = jnp.pad(q, ((0, 0), (0, 0), (0, pool.head_dim - head_dim)))
+    partial = attend_packed(
+        pack_rows(padded, plan),
+        pool,
+        resolved,
+        layer,
+        logits_scale=logits_scale,
+        implementation=implementation,
+    )
+    return unpack_rows(Partial(partial.out[..., :head_dim], partial.lse), plan, dtype=q.dtype)
+
+
+def attend_packed(
+    rows: Float[Array, "num_kv_heads rows head_dim"],
+    pool: KVPool,
+    resolved: ResolvedPlan,
+    layer: Int32[Array, ""],
+    *,
+    logits_scale: float,
+    implementation: str,
+) -> Partial:
+    """`attend_resolved` on packed rows as wide as the pool's heads: float32 out and natural lse."""
+    if implementation == "mosaic_gpu":
+        rows = rows.astype(pool.k_pages.dtype)
+        return _run_kernels(rows, pool, resolved, layer, logits_scale=logits_scale)
+    plan, position = resolved.prepared.plan, resolved.q_position
+    packed = Rows(
+        rows.astype(jnp.float32) * logits_scale,
+        None if position is None else pack_positions(position, plan),
+    )
     if implementation == "reference":
-        partial = attend_rows_densely(packed, pool, steps, layer, plan=resolved.plan)
-    else:
-        config = attention_xla.ChunkConfig.for_pages(pool.page_size, q.shape[-1])
-        segments = resolved.plan.segments
-        partial = attention_xla.attend_rows(packed, pool, segments, steps, layer, config=config)
-    return unpack_rows(partial, resolved.plan, dtype=q.dtype)
+        return attend_rows_densely(packed, pool, resolved.steps, layer, plan=plan)
+    config = ChunkConfig.for_pages(pool.page_size, pool.head_dim)
+    return attend_rows(packed, pool, plan.segments, resolved.steps, layer, config=config)
 
 
-def pack_rows(
-    q: Float[Array, "batch num_q_heads head_dim"], plan: Plan
-) -> Float[Array, "num_kv_heads rows head_dim"]:
-    """Queries at their packed rows, the group folded into rows; zeros in padding rows."""
-    batch, group = plan.packed_row.shape
-    grouped = q.reshape(batch, plan.num_kv_heads, group, q.shape[-1])
-    return _scatter_rows(jnp.swapaxes(grouped, 1, 2), plan)
+def _run_kernels(
+    rows, pool: KVPool, resolved: ResolvedPlan, layer, *, logits_scale: float
+) -> Partial:
+    """Two launches: every segment's partial result, then their merge."""
+    # Loaded here: without a GPU nobody needs Pallas.
+    from pallas_kernels.merge import merge_partials
+    from pallas_kernels.partial_attention import partial_attention
 
-
-def unpack_rows(partial: Partial, plan: Plan, *, dtype) -> Partial:
-    """Packed results back in batch order; (0, -inf) for batch rows without a request."""
-    batch, group = plan.packed_row.shape
-    out = partial.out.at[:, plan.packed_row].get(mode="fill", fill_value=0.0)
-    lse = partial.lse.at[:, plan.packed_row].get(mode="fill", fill_value=-jnp.inf)
-    heads = partial.out.shape[0] * group
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, heads, out.shape[-1])
-    return Partial(out.astype(dtype), jnp.moveaxis(lse, 0, 1).reshape(batch, heads))
-
-
-def _scatter_rows(values, plan: Plan):
-    """[batch, group, heads, ...] to [heads, packed rows, ...]."""
-    rows = jnp.zeros((values.shape[2], plan.num_tiles * TILE_ROWS, values.shape[3]), values.dtype)
-    return rows.at[:, plan.packed_row].set(jnp.moveaxis(values, 2, 0), mode="drop")
+    prepared = resolved.prepared
+    if prepared.segments is None or prepared.merge is None or resolved.step_table is None:
+        raise ValueError("`resolved` must be prepared for 'mosaic_gpu'; see `prepare_plan`.")
+    partials, merged = partial_attention(
+        rows,
+        (pool.k_pages, pool.v_pages),
+        (prepared.segments, resolved.step_table),
+        prepared.plan.worker_indptr,
+        jnp.reshape(layer * pool.num_pages, (1,)),
+        logits_scale=logits_scale,
+    )
+    return Partial(*merge_partials(partials, tuple(prepared.merge), merged))
 
 
 def choose_implementation(
@@ -169,7 +247,7 @@ def choose_implementation(
     if implementation in ("xla", "reference"):
         return implementation, "asked for"
     refusal = supports(
-        platform=jax.default_backend(),
+        jax.devices()[0],
         dtype=dtype,
         head_dim=shape[2],
         page_size=shape[1],
@@ -184,6 +262,11 @@ def choose_implementation(
     return "xla", refusal.reason
 
 
+def stored_head_dim(head_dim: int, *, implementation: str) -> int:
+    """Width that a pool's heads must have for an implementation; the model's, or padded."""
+    return padded_head_dim(head_dim) if implementation == "mosaic_gpu" else head_dim
+
+
 def default_num_workers() -> int:
     """Streaming multiprocessors of the default device; 8 without (XLA ignores workers)."""
     return getattr(jax.devices()[0], "core_count", 8) if jax.default_backend() == "gpu" else 8
@@ -194,7 +277,7 @@ def _check_shapes(q, kv: KVCache, plan: Plan, layer: int) -> None:
         raise ValueError(f"`q` must be [batch, num_q_heads, head_dim]; got shape {q.shape}.")
     num_kv_heads, _, head_dim = kv.pool.k_pages.shape[1:]
     batch, group = plan.packed_row.shape
-    expected = (batch, num_kv_heads * group, head_dim)
+    expected = (batch, num_kv_heads * group, min(head_dim, q.shape[2]))
     if q.shape != expected or plan.num_kv_heads != num_kv_heads:
         raise ValueError(
             f"`q` must have shape {expected} for a plan of {batch} requests, {plan.num_kv_heads} KV"

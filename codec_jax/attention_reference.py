@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from codec_jax.attention_xla import Rows
+from codec_jax.attention_rows import Rows
 from codec_jax.kv_cache import KVPool
 from codec_jax.partial import Partial, softmax_with_lse
 from codec_jax.planning.plan import Plan

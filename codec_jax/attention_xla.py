@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
+from codec_jax.attention_rows import Rows
 from codec_jax.kv_cache import KVPool
 from codec_jax.partial import Partial
 from codec_jax.planning.plan import Segments
@@ -51,13 +52,6 @@ class ChunkConfig:
         """A chunk whose gathered keys fit a processor's cache (about a MiB in float32)."""
         units = 2**18 // (page_size * head_dim)
         return cls(row_block=row_block, chunk_units=min(max(units, 16), 256))
-
-
-class Rows(NamedTuple):
-    """Packed queries: `q` [num_kv_heads, rows, head_dim]; `position` [rows] for causal masks."""
-
-    q: Float[Array, "num_kv_heads rows head_dim"]
-    position: Int32[Array, " rows"] | None = None
 
 
 class _Work(NamedTuple):

@@ -9,11 +9,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from codec_jax.attention import ResolvedPlan, attend_resolved
+from codec_jax.attention import PreparedPlan, attend_resolved, prepare_plan, resolve_plan
 from codec_jax.kv_cache import KVPool, TokenSlots, append
 from codec_jax.models import Decoder
 from codec_jax.planning.plan import Plan
-from codec_jax.planning.resolve import resolve
 from codec_jax.planning.scans import exclusive_sum, iota
 from codec_jax.sampling import RowSampling, sample
 
@@ -101,15 +100,16 @@ def decode_steps(
 ) -> DecodeState:
     """The state after `num_steps` steps under one plan; the pool is updated in place."""
     decoder = nnx.merge(graphdef, params)
+    prepared = prepare_plan(plan, implementation=implementation)
 
     def step(_, state):
-        return decode_step(decoder, state, plan, implementation=implementation)
+        return decode_step(decoder, state, prepared, implementation=implementation)
 
     return lax.fori_loop(0, num_steps, step, state)
 
 
 def decode_step(
-    decoder: Decoder, state: DecodeState, plan: Plan, *, implementation: str
+    decoder: Decoder, state: DecodeState, prepared: PreparedPlan, *, implementation: str
 ) -> DecodeState:
     """The state after one token for every running row; pure, no host work.
 
@@ -118,8 +118,8 @@ def decode_step(
     """
     state, slots = _make_room(state)
     rows = state.rows
-    steps = resolve(plan, state.page_list, state.kv_len, page_size=state.pool.page_size)
-    resolved = ResolvedPlan(plan, steps)
+    page_size = state.pool.page_size
+    resolved = resolve_plan(prepared, state.page_list, state.kv_len, page_size=page_size)
 
     def attention(layer, q, k, v, pool):
         pool = append(pool, layer, slots, k, v)

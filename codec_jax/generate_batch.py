@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from codec_jax.attention import choose_implementation, default_num_workers
+from codec_jax.attention import choose_implementation, default_num_workers, stored_head_dim
 from codec_jax.forest import Forest
 from codec_jax.forest_arrays import ForestArrays, ForestCapacity, export_arrays, node_order
 from codec_jax.forest_prefill import PrefillChunks, prefill_chunks
@@ -90,7 +90,7 @@ class Batch:
     def __init__(self, model: LoadedModel, requests: Sequence[Request], *, options: Options):
         self.requests, self.options, self.config = requests, options, model.decoder.config
         self.implementation, self.implementation_reason = choose_implementation(
-            self.page_shape,
+            (self.config.num_kv_heads, options.page_size, self.config.head_dim),
             self.config.array_dtype,
             self.config.group_size,
             implementation=options.implementation,
@@ -111,7 +111,8 @@ class Batch:
     @property
     def page_shape(self) -> tuple[int, int, int]:
         """(num_kv_heads, page_size, head_dim) of the pool."""
-        return (self.config.num_kv_heads, self.options.page_size, self.config.head_dim)
+        head_dim = stored_head_dim(self.config.head_dim, implementation=self.implementation)
+        return (self.config.num_kv_heads, self.options.page_size, head_dim)
 
     @property
     def spec(self) -> PlanSpec:

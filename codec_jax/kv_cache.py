@@ -53,6 +53,11 @@ class KVPool:
         return num_kv_heads, page_size, head_dim
 
     @property
+    def head_dim(self) -> int:
+        """Width of a stored head: the model's, or more where the kernels want padding."""
+        return self.k_pages.shape[3]
+
+    @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.k_pages.shape[2]
@@ -165,7 +170,10 @@ def append(
     inside = (slots.page >= 0) & (slots.page < pool.num_pages)
     page = jnp.where(inside, slots.page + layer * pool.num_pages, pool.k_pages.shape[0])
 
+    padding = ((0, 0), (0, 0), (0, pool.head_dim - k.shape[-1]))
+
     def write(pages, values):
+        values = jnp.pad(values, padding)
         return pages.at[page, :, slots.row].set(values.astype(pages.dtype), mode="drop")
 
     return dataclasses.replace(pool, k_pages=write(pool.k_pages, k), v_pages=write(pool.v_pages, v))

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from codec_jax.attention import ResolvedPlan, attend_resolved
+from codec_jax.attention import attend_resolved, prepare_plan, resolve_plan
 from codec_jax.kv_cache import KVPool, TokenSlots, append
 from codec_jax.planning.plan import Plan
-from codec_jax.planning.resolve import resolve
 
 
 class PrefillState(NamedTuple):
@@ -55,15 +54,13 @@ def prefill_chunk(
     forest. The pool is donated and updated in place.
     """
     decoder = nnx.merge(graphdef, params)
-    page_size = state.pool.page_size
-    steps = resolve(
-        plan,
+    resolved = resolve_plan(
+        prepare_plan(plan, implementation=implementation),
         inputs.page_list,
         inputs.kv_len,
-        page_size=page_size,
-        position=inputs.node_position,
+        page_size=state.pool.page_size,
+        causal=(inputs.node_position, inputs.position),
     )
-    resolved = ResolvedPlan(plan, steps, q_position=inputs.position)
     slots = TokenSlots(inputs.page, inputs.row)
 
     def attention(layer, q, k, v, pool):

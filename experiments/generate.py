@@ -35,8 +35,8 @@ from experiments.generate_job import Job, prepare
 from experiments.generate_progress import progress
 from experiments.generate_report import describe_samples, describe_sharing, describe_timing
 from experiments.json_lines import write_json_lines
-from experiments.visit_timing import Visit, timed_visits
 from experiments.versions import describe_versions
+from experiments.visit_timing import Visit, timed_visits
 
 _DEMONSTRATION = GenerateConfig()
 

@@ -19,7 +19,8 @@ def describe_sharing(job: Job, *, width: int) -> str:
     )
     run = job.generation.statistics
     reason = run.reason.rstrip(".")
-    return f"{forest}\npolicy: {run.policy} ({run.policy_rule})\nimplementation: {run.implementation} ({reason})"
+    policy = f"policy: {run.policy} ({run.policy_rule})"
+    return f"{forest}\n{policy}\nimplementation: {run.implementation} ({reason})"
 
 
 def describe_samples(rows: Sequence[dict[str, Any]]) -> str:

@@ -51,11 +51,10 @@ def test_every_flag_is_named():
 
     values = flags.FlagValues()
     define_flags(values)
-    own = {name for name in values if values[name].module is None or name in README}
     named = set(re.findall(r"`--(\w+)`", README))
     expected = "model prompt prompts_file num_samples max_new_tokens temperature top_k top_p seed"
     expected += " page_size policy implementation dtype output version"
-    assert set(expected.split()) <= named <= set(values) | own | {"help"}
+    assert set(expected.split()) <= named <= set(values) | {"help"}
 
 
 @pytest.mark.slow

@@ -33,4 +33,4 @@ class CostModel:
     @classmethod
     def closed_form(cls, spec: PlanSpec) -> Self:
         """Costs without a profile: a step costs its tokens, a segment 128 tokens more."""
-        return cls(step_ticks=spec.page_size, wide_step_ticks=spec.page_size, segment_ticks=128)
+        return cls(step_ticks=spec.page_size, wide_step_ticks=2 * spec.page_size, segment_ticks=128)

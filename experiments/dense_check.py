@@ -1,0 +1,79 @@
+"""How far a result is from dense attention over each request's own keys, on the device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from codec_jax import ForestArrays, KVCache, Partial
+
+
+def max_relative_error(
+    result: Partial,
+    q: Float[Array, "batch num_q_heads head_dim"],
+    kv: KVCache,
+    forest: ForestArrays,
+    *,
+    logits_scale: float,
+    max_requests: int = 64,
+) -> tuple[float, float]:
+    """Largest |out - ref|2 / |ref|2 over rows, and largest |lse - ref|, in float32 products.
+
+    Looks at `max_requests` requests evenly spread over the batch, all of them if there are fewer.
+    """
+    batch = q.shape[0]
+    requests = np.unique(np.linspace(0, batch - 1, min(batch, max_requests)).astype(int))
+    paths = [path_pages(forest, kv.pool.page_size, request) for request in requests.tolist()]
+    longest = max(pages.size for pages, _, _ in paths)
+    worst_out = worst_lse = 0.0
+    for request, path in zip(requests.tolist(), paths, strict=True):
+        padded = [np.pad(column, (0, longest - column.size)) for column in path]
+        out, lse = _dense(q[request], kv, *padded, logits_scale=logits_scale)
+        gap = jnp.linalg.norm(result.out[request].astype(jnp.float32) - out, axis=-1)
+        scale = jnp.linalg.norm(out, axis=-1)
+        worst_out = max(worst_out, float(jnp.max(gap / scale)))
+        worst_lse = max(worst_lse, float(jnp.max(jnp.abs(result.lse[request] - lse))))
+    return worst_out, worst_lse
+
+
+def path_pages(
+    forest: ForestArrays, page_size: int, request: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pages on the path of a batch row, and the live rows [lo, hi) of each."""
+    node = int(forest.request_node[forest.request_row == request][0])
+    pages, los, his = [], [], []
+    while node >= 0:
+        lo, size = int(forest.first_row[node]), int(forest.kv_len[node])
+        count = -(-(lo + size) // page_size) if size else 0
+        first = np.arange(count) * page_size
+        pages.append(forest.page_list[forest.page_lo[node] : forest.page_lo[node] + count])
+        los.append(np.clip(lo - first, 0, page_size))
+        his.append(np.clip(lo + size - first, 0, page_size))
+        node = int(forest.parent[node])
+    return np.concatenate(pages), np.concatenate(los), np.concatenate(his)
+
+
+@functools.partial(jax.jit, static_argnames="logits_scale")
+def _dense(q, kv: KVCache, pages, lo, hi, *, logits_scale: float):
+    """One request's attention over gathered pages."""
+    num_q_heads, head_dim = q.shape
+    num_kv_heads, page_size, _ = kv.pool.page_shape
+    column = jnp.arange(page_size, dtype=jnp.int32)[None, :]
+    live = ((column >= lo[:, None]) & (column < hi[:, None])).reshape(-1)
+
+    def read(stored):
+        read = jnp.moveaxis(stored[pages], 1, 0).reshape(num_kv_heads, -1, stored.shape[3])
+        read = read[..., :head_dim].astype(jnp.float32)
+        return jnp.where(live[None, :, None], read, 0.0)
+
+    grouped = q.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim) * logits_scale
+    exact = lax.Precision.HIGHEST
+    score = jnp.einsum("hgd,htd->hgt", grouped, read(kv.pool.k_pages), precision=exact)
+    score = jnp.where(live[None, None, :], score, -jnp.inf)
+    lse = jax.nn.logsumexp(score, axis=-1)
+    weight = jnp.exp(score - lse[:, :, None])
+    out = jnp.einsum("hgt,htd->hgd", weight, read(kv.pool.v_pages), precision=exact)
+    return out.reshape(num_q_heads, head_dim), lse.reshape(num_q_heads)

@@ -1,0 +1,48 @@
+"""Where a result comes from: sources, versions, device, day."""
+
+import datetime
+import hashlib
+import re
+import subprocess
+from pathlib import Path
+
+import jax
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_SOURCES = ("pallas_kernels", "codec_jax/planning", "codec_jax/attention.py")
+
+
+def device_slug() -> str:
+    """The default device's name as files and rows write it, such as "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
+
+
+def source_hash(paths: tuple[str, ...] = _SOURCES) -> str:
+    """SHA-256 over the names and contents of the Python files below these paths."""
+    digest = hashlib.sha256()
+    for path in paths:
+        top = _REPOSITORY / path
+        for file in sorted(top.rglob("*.py")) if top.is_dir() else [top]:
+            digest.update(str(file.relative_to(_REPOSITORY)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def commit() -> str:
+    """The checked-out commit; "unknown" outside a repository."""
+    command = ["git", "-C", str(_REPOSITORY), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def provenance(known_commit: str | None = None) -> dict[str, str]:
+    """Fields of a result row: device, jax, commit, tree_hash, date.
+
+    `known_commit` is for a copy of the tree that travels without its repository.
+    """
+    return {
+        "device": device_slug(),
+        "jax": jax.__version__,
+        "commit": known_commit or commit(),
+        "tree_hash": source_hash(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }

@@ -16,9 +16,10 @@ from codec_jax.attention_rows import Rows, pack_positions, pack_rows, unpack_row
 from codec_jax.attention_xla import ChunkConfig, attend_rows
 from codec_jax.kv_cache import KVCache, KVPool
 from codec_jax.partial import Partial
-from codec_jax.planning.merge_order import MergeOrder, merge_order
-from codec_jax.planning.plan import Plan
+from codec_jax.planning.merge_order import merge_order
+from codec_jax.planning.plan import Plan, Segments
 from codec_jax.planning.resolve import ResolvedSteps, resolve
+from codec_jax.planning.scans import iota
 from pallas_kernels import pack_table, padded_head_dim, supports
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")
@@ -31,12 +32,13 @@ class PreparedPlan:
 
     Attributes:
       plan: the plan.
-      segments, merge: the kernels' segment table and merge order; None for the others.
+      segments, slot_indptr: the kernels' segment table, and the run of slots of each (tile, KV
+        head); None for the others.
     """
 
     plan: Plan
     segments: Int32[Array, "segments 8"] | None = None
-    merge: MergeOrder | None = None
+    slot_indptr: Int32[Array, " pairs+1"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -114,19 +116,37 @@ def prepare_plan(plan: Plan, *, implementation: str) -> PreparedPlan:
     """The plan with the tables of that implementation."""
     if implementation != "mosaic_gpu":
         return PreparedPlan(plan)
+    return PreparedPlan(plan, *_kernel_tables(plan))
+
+
+def _kernel_tables(plan: Plan) -> tuple[Int32[Array, "segments 8"], Int32[Array, " pairs+1"]]:
+    """The segments as the kernels' table, and the run of slots of each (tile, KV head).
+
+    The kernels number slots in merge order, so that a tile's slots follow each other.
+    """
     segments, order = plan.segments, merge_order(plan)
-    columns = (segments.kv_head, segments.tile, segments.num_tiles)
-    columns = (*columns, segments.step_lo, segments.num_steps, segments.slot)
-    return PreparedPlan(plan, pack_table(*columns, _final_tiles(plan, order)), order)
+    place = jnp.where(iota(plan.num_slots) < order.indptr[-1], order.slots, plan.num_slots)
+    new_slot = jnp.zeros(plan.num_slots, jnp.int32).at[place].set(iota(place.shape[0]), mode="drop")
+    second = jnp.minimum(segments.slot + 1, plan.num_slots - 1)
+    table = pack_table(
+        segments.kv_head,
+        segments.tile,
+        segments.num_tiles,
+        segments.step_lo,
+        segments.num_steps,
+        new_slot[segments.slot],
+        new_slot[second],
+        _final_tiles(plan, order.indptr),
+    )
+    return table, order.indptr
 
 
-def _final_tiles(plan: Plan, order: MergeOrder) -> Int32[Array, " segments"]:
+def _final_tiles(plan: Plan, indptr: Int32[Array, " pairs+1"]) -> Int32[Array, " segments"]:
     """A bit for each tile of a segment whose slot is the only one: nothing is left to merge."""
-    is_alone = jnp.diff(order.indptr) == 1
+    is_alone = (jnp.diff(indptr) == 1).astype(jnp.int32)
     pair = plan.segments.tile * plan.num_kv_heads + plan.segments.kv_head
     second = jnp.minimum(pair + plan.num_kv_heads, is_alone.shape[0] - 1)
-    bits = is_alone[pair].astype(jnp.int32)
-    return bits + jnp.where(plan.segments.num_tiles > 1, 2 * is_alone[second], 0)
+    return is_alone[pair] + jnp.where(plan.segments.num_tiles > 1, 2 * is_alone[second], 0)
 
 
 def resolve_plan(
@@ -201,7 +221,14 @@ def attend_packed(
     if implementation == "reference":
         return attend_rows_densely(packed, pool, resolved.steps, layer, plan=plan)
     config = ChunkConfig.for_pages(pool.page_size, pool.head_dim)
-    return attend_rows(packed, pool, plan.segments, resolved.steps, layer, config=config)
+    return attend_rows(packed, pool, _used(plan), resolved.steps, layer, config=config)
+
+
+def _used(plan: Plan) -> Segments:
+    """The segments, those past the last worker's emptied: nothing may read them."""
+    segments = plan.segments
+    is_used = iota(segments.num_steps.shape[0]) < plan.worker_indptr[-1]
+    return dataclasses.replace(segments, num_steps=jnp.where(is_used, segments.num_steps, 0))
 
 
 def _run_kernels(
@@ -213,7 +240,7 @@ def _run_kernels(
     from pallas_kernels.partial_attention import partial_attention
 
     prepared = resolved.prepared
-    if prepared.segments is None or prepared.merge is None or resolved.step_table is None:
+    if prepared.segments is None or prepared.slot_indptr is None or resolved.step_table is None:
         raise ValueError("`resolved` must be prepared for 'mosaic_gpu'; see `prepare_plan`.")
     partials, merged = partial_attention(
         rows,
@@ -223,7 +250,7 @@ def _run_kernels(
         jnp.reshape(layer * pool.num_pages, (1,)),
         logits_scale=logits_scale,
     )
-    return Partial(*merge_partials(partials, tuple(prepared.merge), merged))
+    return Partial(*merge_partials(partials, prepared.slot_indptr, merged))
 
 
 def choose_implementation(
@@ -275,13 +302,30 @@ def default_num_workers() -> int:
 def _check_shapes(q, kv: KVCache, plan: Plan, layer: int) -> None:
     if q.ndim != 3:
         raise ValueError(f"`q` must be [batch, num_q_heads, head_dim]; got shape {q.shape}.")
-    num_kv_heads, _, head_dim = kv.pool.k_pages.shape[1:]
-    batch, group = plan.packed_row.shape
-    expected = (batch, num_kv_heads * group, min(head_dim, q.shape[2]))
-    if q.shape != expected or plan.num_kv_heads != num_kv_heads:
+    pool, (batch, group) = kv.pool, plan.packed_row.shape
+    if pool.v_pages.shape != pool.k_pages.shape:
         raise ValueError(
-            f"`q` must have shape {expected} for a plan of {batch} requests, {plan.num_kv_heads} KV"
-            f" heads and groups of {group} over a pool of {num_kv_heads} KV heads; got {q.shape}."
+            f"`kv.pool` must have K and V of one shape; got {pool.k_pages.shape} and"
+            f" {pool.v_pages.shape}."
         )
-    if not 0 <= layer < kv.pool.num_layers:
-        raise ValueError(f"`layer` must be in [0, {kv.pool.num_layers}); got {layer}.")
+    num_kv_heads, page_size, head_dim = pool.page_shape
+    if (plan.num_kv_heads, plan.page_size) != (num_kv_heads, page_size):
+        raise ValueError(
+            f"`plan` must be made for the pool's {num_kv_heads} KV heads and page_size {page_size};"
+            f" it is for {plan.num_kv_heads} and {plan.page_size}."
+        )
+    sizes = (kv.page_list.shape, kv.kv_len.shape)
+    if sizes != ((plan.num_page_entries,), (plan.num_nodes,)):
+        raise ValueError(
+            f"`kv` must hold the {plan.num_page_entries} page entries and {plan.num_nodes} nodes of"
+            f" the plan's forest; got page_list {sizes[0]} and kv_len {sizes[1]}."
+        )
+    is_padded = head_dim == padded_head_dim(q.shape[2])
+    expected = (batch, num_kv_heads * group, q.shape[2] if is_padded else head_dim)
+    if q.shape != expected:
+        raise ValueError(
+            f"`q` must have shape {expected} for a plan of {batch} requests and groups of {group}"
+            f" over this pool; got {q.shape}."
+        )
+    if not 0 <= layer < pool.num_layers:
+        raise ValueError(f"`layer` must be in [0, {pool.num_layers}); got {layer}.")

@@ -123,6 +123,19 @@ def export_arrays(forest: Forest, capacity: ForestCapacity | None = None) -> For
     )
 
 
+def check_page_size(forest: ForestArrays, page_size: int) -> None:
+    """Raises ValueError when the forest's pages are visibly of another size."""
+    row = forest.first_row.astype(np.int64) + forest.max_kv_len
+    pages = np.where(forest.max_kv_len > 0, -(-row // page_size), forest.num_pages)
+    wrong = np.flatnonzero((pages != forest.num_pages) | (forest.first_row >= page_size))
+    if wrong.size:
+        node = int(wrong[0])
+        raise ValueError(
+            f"`page_size` must be the forest's; with {page_size} node {node} would have"
+            f" {pages[node]} pages, it has {forest.num_pages[node]}."
+        )
+
+
 def _sharer_runs(
     parent: list[int], num_ending: list[int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -99,7 +99,7 @@ def prefill_chunks(
         logits.
 
     Raises:
-      ValueError: a size is too small.
+      ValueError: a size is too small, or `num_computed` does not fit its node.
     """
     if chunk_size < 1:
         raise ValueError(f"`chunk_size` must be positive; got {chunk_size}.")
@@ -107,6 +107,12 @@ def prefill_chunks(
         raise ValueError(
             f"`batch_size` must be at least the {forest.num_requests} requests; got {batch_size}."
         )
+    for node_id, count in (num_computed or {}).items():
+        if not 0 <= count <= forest.node(node_id).kv_len:
+            raise ValueError(
+                f"`num_computed` must be 0 to {forest.node(node_id).kv_len} for node {node_id}; got"
+                f" {count}."
+            )
     return PrefillChunks(_read_prompts(forest, num_computed or {}), chunk_size, batch_size)
 
 

@@ -188,7 +188,7 @@ class Generation:
             finish_reason=str(reason),
             num_prompt_tokens=len(request.prompt_ids),
             num_shared_tokens=sum(node.tokens for node in shared),
-            reads_saved=sum(node.reads_saved for node in shared),
+            reads_saved=sum((node.reads_saved for node in shared), 0.0),
         )
 
     def _continuation(self, prompt_ids: tuple[int, ...], new_ids: tuple[int, ...]) -> str:

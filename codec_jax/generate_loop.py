@@ -54,6 +54,7 @@ class Loop:
         self._graphdef, self._params = nnx.split(model.decoder)
         self._stop_ids = np.array(model.tokenizer.stop_ids or (-1,), np.int32)
         self._reclaimed: set[int] = set()
+        self._num_free = 0  # pages on the device's stack when it was last known
 
     def run(self) -> Iterator[list[Progress]]:
         """Every row's progress after prefill with the first token, and after each visit.
@@ -66,14 +67,14 @@ class Loop:
         prefilled = self._prefill()
         arrays = batch.arrays()
         state = self._first_state(prefilled.pool, arrays)
-        num_free = int(jax.device_get(state.num_free))
+        self._num_free = int(jax.device_get(state.num_free))
         try:
             state = draw_first(self._params, state, prefilled.last_hidden, graphdef=self._graphdef)
             most = max(request.sampling.max_new_tokens for request in batch.requests)
             capacity = batch.plan_capacity(arrays, num_new_tokens=most)
             while True:
                 seen = _read_back(state)
-                num_free = int(seen.num_free)
+                self._num_free = int(seen.num_free)
                 yield self._progress(seen)
                 if not (seen.status == RUNNING).any():
                     return
@@ -95,7 +96,7 @@ class Loop:
                 )
         finally:
             if batch.forest.pages.is_lent:
-                batch.forest.pages.settle(num_free)
+                batch.forest.pages.settle(self._num_free)
 
     def _progress(self, seen: _Readback) -> list[Progress]:
         return [
@@ -194,6 +195,7 @@ class Loop:
         if wanted > pages.num_free:
             raise OutOfPagesError(wanted, pages.num_free, pages.num_pages)
         lent = pages.lend()
+        self._num_free = lent.size
         stack = np.zeros(self._batch.sizes.pages, np.int32)
         stack[: lent.size] = lent
         return dataclasses.replace(

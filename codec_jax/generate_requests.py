@@ -73,20 +73,16 @@ def _one_each(sampling: Sampling | Sequence[Sampling], num_prompts: int) -> Sequ
             f"`sampling` must be one setting, or one for each of the {num_prompts} prompts; got"
             f" {len(sampling)}."
         )
+    for index, setting in enumerate(sampling):
+        if not isinstance(setting, Sampling):
+            raise ValueError(
+                f"`sampling[{index}]` must be a Sampling; got {type(setting).__name__}."
+            )
     return sampling
 
 
 def _prompt_ids(model: LoadedModel, prompt: Prompt, index: int) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        ids = tuple(model.tokenizer.encode(prompt))
-    else:
-        array = np.asarray(prompt)
-        if array.size and not (array.ndim == 1 and np.issubdtype(array.dtype, np.integer)):
-            raise ValueError(
-                f"`prompts[{index}]` must be a string or one flat list of token ids; got"
-                f" {array.dtype} of shape {array.shape}."
-            )
-        ids = tuple(array.tolist())
+    ids = _encode(model, prompt, index) if isinstance(prompt, str) else _as_ids(prompt, index)
     if not ids:
         raise ValueError(
             f"`prompts[{index}]` must hold at least one token; got none, and no BOS token."
@@ -98,6 +94,27 @@ def _prompt_ids(model: LoadedModel, prompt: Prompt, index: int) -> tuple[int, ..
             f"`prompts[{index}]` must hold ids in [0, {vocab_size}); got {outside[0]}."
         )
     return ids
+
+
+def _encode(model: LoadedModel, prompt: str, index: int) -> tuple[int, ...]:
+    try:
+        return tuple(model.tokenizer.encode(prompt))
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`prompts[{index}]` must be text that UTF-8 can hold; got a lone surrogate at"
+            f" character {error.start}."
+        ) from error
+
+
+def _as_ids(prompt: Sequence[int], index: int) -> tuple[int, ...]:
+    rule = f"`prompts[{index}]` must be a string or one flat list of token ids"
+    try:
+        array = np.asarray(prompt)
+    except ValueError as error:
+        raise ValueError(f"{rule}; got nested lists.") from error
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(f"{rule}; got {array.dtype} of shape {array.shape}.")
+    return tuple(array.tolist())
 
 
 def _check_context(model: LoadedModel, prompt_len: int, index: int, sampling: Sampling) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from codec_jax.forest_arrays import ForestArrays
+from codec_jax.forest_arrays import ForestArrays, check_page_size
 
 
 class TokenSlots(NamedTuple):
@@ -119,8 +119,10 @@ def fill_cache(
       page_size: tokens of a page, as in the forest.
 
     Raises:
-      ValueError: `k` and `v` differ in shape, or do not hold one row for each token.
+      ValueError: `k` and `v` differ in shape, or do not hold one row for each token; the forest
+        has another page size, or a token without a page.
     """
+    check_page_size(forest, page_size)
     num_tokens = int(np.sum(forest.kv_len))
     if k.shape != v.shape or k.ndim != 3 or k.shape[0] != num_tokens:
         raise ValueError(
@@ -131,6 +133,10 @@ def fill_cache(
     offset = np.arange(num_tokens) - (np.cumsum(forest.kv_len) - forest.kv_len)[node]
     place = forest.first_row[node] + offset
     page = forest.page_list[forest.page_lo[node] + place // page_size]
+    if (page < 0).any():
+        raise ValueError(
+            f"`forest` must have a page for each token; node {node[page < 0][0]} has none yet."
+        )
     shape = (k.shape[1], page_size, k.shape[2])
     pool = KVPool.zeros(int(page.max(initial=0)) + 1, shape, dtype=k.dtype)
     slots = TokenSlots(page, (place % page_size).astype(np.int32))

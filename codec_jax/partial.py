@@ -5,8 +5,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 
 @jax.tree_util.register_dataclass
@@ -56,11 +55,23 @@ def merge_stacked(partials: Partial) -> Partial:
     total = jnp.sum(weight, axis=0)
     some = total > 0
     safe = jnp.where(some, total, 1.0)
-    # -0.0 is the exact neutral element of addition: x + -0.0 == x for x == -0.0 too.
-    out = jnp.where(live[..., None], partials.out.astype(jnp.float32) * weight[..., None], -0.0)
-    out = lax.reduce(out, jnp.float32(-0.0), lax.add, (0,))
-    out = jnp.where(some[..., None], out / safe[..., None], 0.0)
-    return Partial(out.astype(partials.out.dtype), jnp.where(some, shift + jnp.log(safe), -jnp.inf))
+    out = jnp.where(live[..., None], partials.out.astype(jnp.float32) * weight[..., None], 0.0)
+    out = jnp.where(some[..., None], jnp.sum(out, axis=0) / safe[..., None], 0.0)
+    merged_lse = jnp.where(some, shift + jnp.log(safe), -jnp.inf)
+    return _take_only_live(partials, live, Partial(out.astype(partials.out.dtype), merged_lse))
+
+
+def _take_only_live(partials: Partial, live: Bool[Array, "n *rows"], merged: Partial) -> Partial:
+    """`merged`, but bit for bit the one live side where there is only one: -0.0 keeps its sign."""
+    if not live.shape[0]:
+        return merged
+    first = jnp.argmax(live, axis=0)[None]
+    out = jnp.take_along_axis(partials.out, first[..., None], axis=0)[0]
+    lse = jnp.take_along_axis(partials.lse, first, axis=0)[0]
+    is_only = jnp.sum(live, axis=0) == 1
+    return Partial(
+        jnp.where(is_only[..., None], out, merged.out), jnp.where(is_only, lse, merged.lse)
+    )
 
 
 def softmax_with_lse(

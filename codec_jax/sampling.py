@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32, Key, UInt32
 
@@ -33,10 +34,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("num_samples", "max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, int | np.integer), "be an integer")
         _check("num_samples", self.num_samples, self.num_samples >= 1, "be at least 1")
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "be at least 1")
-        is_finite = 0 <= self.temperature < float("inf")
-        _check("temperature", self.temperature, is_finite, "be 0 (greedy) or positive and finite")
+        is_finite = 0 <= self.temperature <= np.finfo(np.float32).max
+        rule = "be 0 (greedy) or positive and finite in float32"
+        _check("temperature", self.temperature, is_finite, rule)
         _check("top_k", self.top_k, self.top_k >= 0, "be 0 (off) or positive")
         _check("top_p", self.top_p, 0 <= self.top_p <= 1, "be between 0 and 1")
         _check("seed", self.seed, 0 <= self.seed < 2**32, "be at least 0 and below 2**32")
@@ -82,7 +87,10 @@ def _draw(logits, rows: RowSampling, key) -> Int32[Array, " batch"]:
     """A draw from the filtered softmax, by adding Gumbel noise and taking the largest."""
     vocab = logits.shape[-1]
     heat = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    scaled = logits / heat[:, None]
+    # Below the maximum, so that a tiny temperature overflows to -inf and not to inf; and a huge one
+    # must not turn -inf into NaN.
+    above = jnp.max(logits, axis=-1, keepdims=True)
+    scaled = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - above) / heat[:, None])
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     rank = jnp.arange(vocab, dtype=jnp.int32)[None, :]

@@ -135,7 +135,7 @@ def _measure(workload: Workload, policy: str, config: RooflineConfig) -> dict[st
     return {
         "case": workload.name,
         "policy": policy,
-        "implementation": implementation_in(compiled.as_text()),
+        "implementation": implementation_in(str(compiled.as_text())),
         "dtype": config.dtype,
         "num_q_heads": workload.num_q_heads,
         "num_kv_heads": workload.num_kv_heads,

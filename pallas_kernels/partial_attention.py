@@ -12,8 +12,6 @@ queries once, 64 * head_dim; its partial result once, 64 * (head_dim + 1) * 4 by
 
 import functools
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,107 +19,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.blocks import Block, Place, any_of, next_live
+from pallas_kernels.blocks import num_blocks as num_blocks_of
+from pallas_kernels.blocks import read_block as read_block_of
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_KV, BLOCK_Q, KernelConfig
-from pallas_kernels.tables import SegmentTable, StepTable
+from pallas_kernels.tables import SegmentTable
 
 MASKED = -1e30
 """A masked score: finite, since exp(-inf - -inf) is NaN."""
 START = -1e29
 """The running maximum before any key: above MASKED, so that exp2(MASKED - START) is 0."""
 LN_2 = math.log(2)
-
-
-class _Block(NamedTuple):
-    """A block of 64 KV tokens: per page in it, the page, its live columns and its query rows.
-
-    Columns count from the block's first token, rows from the tile's first row.
-    """
-
-    pages: tuple
-    col_lo: tuple
-    col_hi: tuple
-    row_lo: tuple
-    row_hi: tuple
-    part: Any  # which 64 tokens of the page, where a page is larger than a block
-
-    def is_live(self):
-        """Whether any token of the block is live."""
-        return _any(hi > lo for lo, hi in zip(self.col_lo, self.col_hi, strict=True))
-
-    def is_plain(self, page_size: int):
-        """Whether every token of the block is live, for the same rows."""
-        others = [
-            (lo != self.row_lo[0]) | (hi != self.row_hi[0])
-            for lo, hi in zip(self.row_lo[1:], self.row_hi[1:], strict=True)
-        ]
-        return self.is_full(page_size) & ~_any([jnp.bool_(False), *others])
-
-    def is_full(self, page_size: int):
-        """Whether every token of the block is live."""
-        size = min(page_size, BLOCK_KV)
-        spans = zip(self.col_lo, self.col_hi, strict=True)
-        return ~_any(hi - lo != size for lo, hi in spans)
-
-
-class _Place(NamedTuple):
-    """Where a tile's queries come from and its result goes."""
-
-    kv_head: Any
-    tile: Any
-    slot: Any
-    is_final: Any  # the result is the tile's only one
-
-    def rows(self):
-        """Its packed rows."""
-        return pl.ds(pl.multiple_of(self.tile * BLOCK_Q, BLOCK_Q), BLOCK_Q)
-
-
-def _any(masks: Iterable):
-    return functools.reduce(jnp.logical_or, masks)
-
-
-def _num_blocks(num_steps, page_size: int):
-    if page_size >= BLOCK_KV:
-        return num_steps * (page_size // BLOCK_KV)
-    pages = BLOCK_KV // page_size
-    return lax.div(num_steps + (pages - 1), jnp.int32(pages))
-
-
-def _read_block(steps_gmem, step_lo, num_steps, block, *, tile, page_size: int) -> _Block:
-    """The `block`-th block of a segment's steps."""
-    pages_per_block = max(1, BLOCK_KV // page_size)
-    blocks_per_page = max(1, page_size // BLOCK_KV)
-    part = lax.rem(block, jnp.int32(blocks_per_page))
-    first = lax.div(block, jnp.int32(blocks_per_page)) * pages_per_block
-    columns = []
-    for j in range(pages_per_block):
-        inside = first + j < num_steps
-        step = step_lo + jnp.minimum(first + j, num_steps - 1)
-        lo = jnp.maximum(steps_gmem[step, StepTable.COL_LO] - part * BLOCK_KV, 0)
-        hi = jnp.minimum(steps_gmem[step, StepTable.COL_HI] - part * BLOCK_KV, BLOCK_KV)
-        hi = jnp.where(inside, jnp.maximum(hi, lo), lo)
-        columns.append(
-            (
-                steps_gmem[step, StepTable.PAGE],
-                lo + j * page_size,
-                hi + j * page_size,
-                steps_gmem[step, StepTable.ROW_LO] - tile * BLOCK_Q,
-                steps_gmem[step, StepTable.ROW_HI] - tile * BLOCK_Q,
-            )
-        )
-    pages, col_lo, col_hi, row_lo, row_hi = zip(*columns, strict=True)
-    return _Block(pages, col_lo, col_hi, row_lo, row_hi, part)
-
-
-def _next_live(read_block, block, num_blocks):
-    """The first block from this one on that has a live token; num_blocks when there is none."""
-
-    def is_dead(b):
-        # The last block is read once more past the end, and not used.
-        return (b < num_blocks) & ~read_block(jnp.minimum(b, num_blocks - 1)).is_live()
-
-    return lax.while_loop(is_dead, lambda b: b + 1, block)
 
 
 def _kernel(
@@ -154,6 +63,8 @@ def _kernel(
     logits_scale: float,
     config: KernelConfig,
 ):
+    # The merge may be launched now: it waits for this kernel's end before it reads anything of it.
+    plgpu.griddepcontrol_launch_dependents()
     worker = lax.axis_index("worker")
     warpgroup = lax.axis_index("warpgroup")
     segment_lo, segment_hi = worker_indptr_gmem[worker], worker_indptr_gmem[worker + 1]
@@ -169,13 +80,13 @@ def _kernel(
 
         def run(t, carry):
             read_block = functools.partial(
-                _read_block, steps_gmem, step_lo, num_steps, tile=first + t, page_size=page_size
+                read_block_of, steps_gmem, step_lo, num_steps, tile=first + t, page_size=page_size
             )
             is_final = (segments_gmem[segment, column.FINAL] >> t) & 1 == 1
-            where = _Place(
+            where = Place(
                 segments_gmem[segment, column.KV_HEAD],
                 first + t,
-                segments_gmem[segment, column.SLOT] + t,
+                segments_gmem[segment, column.SLOT + t],
                 is_final,
             )
             return run_tile(where, read_block, num_steps, carry)
@@ -189,7 +100,7 @@ def _kernel(
             jnp.int32, (BLOCK_Q,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
         )
 
-        def score(q_slot, stage, block: _Block):
+        def score(q_slot, stage, block: Block):
             """Scaled scores in base 2, masked, [64 query rows, 64 tokens]."""
 
             def product(acc):
@@ -210,7 +121,7 @@ def _kernel(
                     plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=plgpu.Layout.WGMMA)
                     for axis in (0, 1)
                 )
-                live = _any(
+                live = any_of(
                     (column >= lo) & (column < hi) & (row >= row_lo) & (row < row_hi)
                     for lo, hi, row_lo, row_hi in zip(*block[1:5], strict=True)
                 )
@@ -218,7 +129,7 @@ def _kernel(
 
             return lax.cond(block.is_plain(page_size), mask_rows, mask_all, s)
 
-        def drop_dead_values(stage, block: _Block):
+        def drop_dead_values(stage, block: Block):
             """Zeroes the dead rows of V: their weights are 0, but 0 * NaN is NaN."""
 
             @pl.when(~block.is_full(page_size))
@@ -227,7 +138,7 @@ def _kernel(
                     jnp.int32, (BLOCK_KV, head_dim), 0, layout=plgpu.Layout.WGMMA
                 )
                 spans = zip(block.col_lo, block.col_hi, strict=True)
-                live = _any((row >= lo) & (row < hi) for lo, hi in spans)
+                live = any_of((row >= lo) & (row < hi) for lo, hi in spans)
                 values = plgpu.load(v_smem.at[stage], layout=plgpu.Layout.WGMMA, optimized=False)
                 v_smem[stage] = jnp.where(live, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
@@ -244,7 +155,7 @@ def _kernel(
             )
             acc = plgpu.layout_cast(jnp.zeros((BLOCK_Q, head_dim), jnp.float32), plgpu.Layout.WGMMA)
 
-            num_blocks = _num_blocks(num_steps, page_size)
+            num_blocks = num_blocks_of(num_steps, page_size)
 
             def run_block(carry):
                 b, ring, (acc, top, total) = carry
@@ -267,9 +178,9 @@ def _kernel(
 
                 acc = pl.run_state(product)(plgpu.ACC.init(acc))
                 plgpu.barrier_arrive(v_free.at[stage])
-                return _next_live(read_block, b + 1, num_blocks), ring + 1, (acc, new_top, total)
+                return next_live(read_block, b + 1, num_blocks), ring + 1, (acc, new_top, total)
 
-            first = _next_live(read_block, jnp.int32(0), num_blocks)
+            first = next_live(read_block, jnp.int32(0), num_blocks)
             _, ring, (acc, top, total) = lax.while_loop(
                 lambda carry: carry[0] < num_blocks, run_block, (first, ring, (acc, top, total))
             )
@@ -303,7 +214,7 @@ def _kernel(
         pages_per_block = max(1, BLOCK_KV // page_size)
         rows = min(page_size, BLOCK_KV)
 
-        def load_block(pages_gmem, smem, full, stage, block: _Block, kv_head):
+        def load_block(pages_gmem, smem, full, stage, block: Block, kv_head):
             for j in range(pages_per_block):
                 source = pages_gmem.at[block.pages[j] + offset, kv_head]
                 if page_size > BLOCK_KV:
@@ -326,7 +237,7 @@ def _kernel(
                 q_gmem.at[where.kv_head, where.rows()], q_smem.at[q_slot], q_full.at[q_slot]
             )
 
-            num_blocks = _num_blocks(num_steps, page_size)
+            num_blocks = num_blocks_of(num_steps, page_size)
 
             def run_block(carry):
                 b, ring = carry
@@ -344,9 +255,9 @@ def _kernel(
                     plgpu.barrier_wait(v_free.at[stage])
 
                 load_block(v_gmem, v_smem, v_full, stage, block, where.kv_head)
-                return _next_live(read_block, b + 1, num_blocks), ring + 1
+                return next_live(read_block, b + 1, num_blocks), ring + 1
 
-            first = _next_live(read_block, jnp.int32(0), num_blocks)
+            first = next_live(read_block, jnp.int32(0), num_blocks)
             _, ring = lax.while_loop(lambda carry: carry[0] < num_blocks, run_block, (first, ring))
             return ring, num_queries + 1
 

@@ -13,9 +13,13 @@ class StepTable(NamedTuple):
 
 
 class SegmentTable(NamedTuple):
-    """Columns of a segment; FINAL: a bit for each of its tiles that has no other slot."""
+    """Columns of a segment.
 
-    KV_HEAD, TILE, NUM_TILES, STEP_LO, NUM_STEPS, SLOT, FINAL = range(7)
+    SLOT and SECOND_SLOT: partial results of its first and second tile; a tile's slots are one run.
+    FINAL: a bit for each of its tiles that has no other slot.
+    """
+
+    KV_HEAD, TILE, NUM_TILES, STEP_LO, NUM_STEPS, SLOT, SECOND_SLOT, FINAL = range(8)
 
 
 ROW = 8

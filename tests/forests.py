@@ -52,8 +52,10 @@ class Batch:
 
     def cache(self, dead_value=None):
         """The pool on the device, with every slot that is not live set to `dead_value` if given."""
-        pages = [jnp.asarray(x if dead_value is None else self._refill(x, dead_value))
-                 for x in self.pages]
+        pages = [
+            jnp.asarray(x if dead_value is None else self._refill(x, dead_value))
+            for x in self.pages
+        ]
         return KVCache(
             KVPool(*pages), jnp.asarray(self.arrays.page_list), jnp.asarray(self.arrays.kv_len)
         )

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from codec_jax import draw_forest, generate, load_model
-from codec_jax.generate_requests import read_requests
+from codec_jax import draw_forest
 from codec_jax.planning.policies import POLICIES
 from experiments.generate_config import GenerateConfig
 from experiments.generate_job import prepare
@@ -33,9 +32,7 @@ def test_python_runs(block, capsys):
 
 def test_the_picture_is_what_the_demo_draws():
     job = prepare(GenerateConfig())
-    drawn = draw_forest(
-        job.generation.forest, decode=job.model.tokenizer.decode, width=80
-    )
+    drawn = draw_forest(job.generation.forest, decode=job.model.tokenizer.decode, width=80)
     assert f"```text\n{drawn}\n```" in README
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from codec_jax.forest_arrays import ForestArrays
+from codec_jax.forest_arrays import ForestArrays, check_page_size
 from codec_jax.planning.cost import CostModel
 from codec_jax.planning.items import items_of_tiles, lay_runs, make_items, make_steps
 from codec_jax.planning.plan import Plan, PlanCounts
@@ -42,11 +42,13 @@ def build_plan(
       capacity: array sizes; by default sizes that always suffice, in powers of two.
 
     Raises:
-      ValueError: unknown policy, or costs that could exceed 32-bit integers.
+      ValueError: unknown policy, a forest that is empty, of another page size or with requests
+        numbered past its capacity, or costs that could exceed 32-bit integers.
       PlanOverflowError: the given capacity is too small; names each array with need and room.
     """
     chosen = policy_named(policy)
     forest = ForestArrays(*(np.asarray(field) for field in forest))
+    _check_forest(forest, spec, num_new_tokens)
     share = np.asarray(chosen.share(forest.parent))
     work = Workload.of_forest(forest, spec, share=share, num_new_tokens=num_new_tokens)
     if capacity is None:
@@ -117,6 +119,9 @@ def plan_forest(
         tile_items=tile_items,
         packed_row=_packed_rows(forest, tiles, spec=spec, num_tiles=capacity.tiles),
         counts=counts,
+        page_size=spec.page_size,
+        num_nodes=forest.parent.shape[0],
+        num_page_entries=forest.page_list.shape[0],
     )
 
 
@@ -130,8 +135,8 @@ def check_capacity(plan: Plan, capacity: PlanCapacity) -> None:
     ]
     if short:
         raise PlanOverflowError(
-            f"`capacity` is too small for this forest: {', '.join(short)}. Plan again with at least"
-            " these sizes (or leave `capacity` out)."
+            f"`capacity` is too small for this forest: {', '.join(short)}. Leave `capacity` out, or"
+            " plan again with at least these sizes (what did not fit may need more)."
         )
 
 
@@ -149,6 +154,20 @@ def _packed_rows(forest: ForestArrays, tiles: Tiles, *, spec: PlanSpec, num_tile
     )
     empty = jnp.full((num_requests, spec.group_size), inert, jnp.int32)
     return empty.at[batch_row].set(rows, mode="drop")
+
+
+def _check_forest(forest: ForestArrays, spec: PlanSpec, num_new_tokens: int) -> None:
+    if num_new_tokens < 0:
+        raise ValueError(f"`num_new_tokens` must not be negative; got {num_new_tokens}.")
+    if not forest.parent.size or not forest.request_row.size:
+        raise ValueError("`forest` must have room for a node and a request; it is empty.")
+    check_page_size(forest, spec.page_size)
+    row, capacity = int(forest.request_row.max()), forest.request_row.size
+    if row >= capacity:
+        raise ValueError(
+            f"`forest` must number its requests below its capacity of {capacity}; one has number"
+            f" {row}. Export it with a larger capacity, or build it anew after removals."
+        )
 
 
 def _check_ticks(

@@ -5,6 +5,7 @@ a planner's mistake and a kernel's mistake can be told apart.
 """
 
 import dataclasses
+import functools
 
 import jax
 from jaxtyping import Array, Int32
@@ -74,7 +75,21 @@ class PlanCounts:
     slots: Int32[Array, ""]
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "steps",
+        "items",
+        "segments",
+        "worker_indptr",
+        "slot_indptr",
+        "tile_indptr",
+        "tile_items",
+        "packed_row",
+        "counts",
+    ),
+    meta_fields=("page_size", "num_nodes", "num_page_entries"),
+)
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Who reads which page for which rows, in which order, and where partial results go.
@@ -90,6 +105,7 @@ class Plan:
       packed_row: row of each request's query heads in the packed queries
         `[num_kv_heads, tiles * 64, head_dim]`; tiles * 64 for a batch row without a request.
       counts: needed sizes; compare with the capacities before the first use.
+      page_size, num_nodes, num_page_entries: of the forest arrays that it was made for.
     """
 
     steps: Steps
@@ -101,6 +117,9 @@ class Plan:
     tile_items: Int32[Array, " tile_items"]
     packed_row: Int32[Array, "batch group"]
     counts: PlanCounts
+    page_size: int
+    num_nodes: int
+    num_page_entries: int
 
     @property
     def num_tiles(self) -> int:

@@ -120,6 +120,8 @@ class PlanCapacity:
     def largest(cls, capacities: Iterable[Self]) -> Self:
         """Room for any of the plans that these capacities are for."""
         rows = [dataclasses.astuple(capacity) for capacity in capacities]
+        if not rows:
+            raise ValueError("`capacities` must hold at least one capacity; got none.")
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**dict(zip(names, map(max, *rows, rows[0]), strict=True)))
 
@@ -161,5 +163,5 @@ def _power_of_two(value: int, *, at_least: int = 1) -> int:
 
 
 def _check_positive(name: str, value: int) -> None:
-    if value < 1:
+    if not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"`{name}` must be a positive integer; got {value}.")

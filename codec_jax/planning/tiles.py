@@ -52,10 +52,7 @@ def form_tiles(
     units = iota(max_units)
     unit_tile = jnp.searchsorted(starts, units, side="right").astype(jnp.int32) - 1
     unit_row = unit_tile * TILE_ROWS + (units - starts[unit_tile]) * spec.rows_per_unit
-    # Counted without the capacity's clip: tiles that did not fit are reported, never hidden.
-    num_tiles = jnp.sum(starts < num_units, dtype=jnp.int32)
-    num_tiles += (following[starts[-1]] < num_units).astype(jnp.int32)
-    return Tiles(unit_tile, unit_row, num_tiles)
+    return Tiles(unit_tile, unit_row, _count_tiles(following, num_units))
 
 
 def _border_prices(node_lo, node_hi, node_pages, *, size: int):
@@ -79,6 +76,20 @@ def _next_border(price, num_units, spec: PlanSpec):
     best = jnp.argmin(prices, axis=1).astype(jnp.int32)
     border = starts + spec.units_per_tile - best
     return jnp.where(starts + spec.units_per_tile >= num_units, num_units, border)
+
+
+def _count_tiles(following, num_units):
+    """Tiles that all units need, whatever the capacity: those that do not fit are reported."""
+    jumps = [following]  # jumps[i]: 2**i tiles further
+    while 2 ** len(jumps) < following.shape[0]:
+        jumps.append(jumps[-1][jumps[-1]])
+    place, count = jnp.int32(0), (num_units > 0).astype(jnp.int32)
+    for power in reversed(range(len(jumps))):
+        beyond = jumps[power][place]
+        is_inside = beyond < num_units
+        place = jnp.where(is_inside, beyond, place)
+        count += is_inside.astype(jnp.int32) << power
+    return count
 
 
 def _follow(following, *, count: int):

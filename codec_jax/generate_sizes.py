@@ -9,7 +9,7 @@ import numpy as np
 
 from codec_jax.forest_arrays import ForestArrays, ForestCapacity
 
-MIN_BATCH, MIN_NODES, MIN_ENTRIES, MIN_PAGES, MIN_NEW_TOKENS = 8, 64, 128, 256, 64
+MIN_BATCH, MIN_NODES, MIN_ENTRIES, MIN_PAGES, MIN_NEW_TOKENS = 16, 64, 128, 256, 64
 """Smallest sizes: below them a smaller array saves nothing that a compilation would not cost."""
 MIN_POOL_BYTES = 2**26
 """A pool is not rounded up to MIN_PAGES beyond this."""

@@ -39,7 +39,7 @@ class Sampling:
             _check(name, value, isinstance(value, int | np.integer), "be an integer")
         _check("num_samples", self.num_samples, self.num_samples >= 1, "be at least 1")
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "be at least 1")
-        is_finite = 0 <= self.temperature <= np.finfo(np.float32).max
+        is_finite = 0 <= self.temperature <= float(np.finfo(np.float32).max)
         rule = "be 0 (greedy) or positive and finite in float32"
         _check("temperature", self.temperature, is_finite, rule)
         _check("top_k", self.top_k, self.top_k >= 0, "be 0 (off) or positive")

@@ -30,8 +30,8 @@ def test_at_least_is_the_smallest_power_of_two_above(floor_exponent, size):
 
 def test_small_runs_have_the_smallest_sizes():
     sizes = run_sizes(page_bytes=1024)
-    assert (sizes.batch, sizes.pages, sizes.new_tokens) == (8, 256, 64)
-    assert sizes.forest == ForestCapacity(nodes=64, requests=8, page_entries=128)
+    assert (sizes.batch, sizes.pages, sizes.new_tokens) == (16, 256, 64)
+    assert sizes.forest == ForestCapacity(nodes=64, requests=16, page_entries=128)
 
 
 def test_sizes_follow_what_is_needed():
@@ -59,7 +59,7 @@ def test_a_pool_is_rounded_up_by_at_most_64_mib(num_pages, page_bytes, pages):
 
 def test_an_empty_run_has_sizes():
     sizes = run_sizes(nodes=0, requests=0, page_entries=0, num_pages=0, new_tokens=1)
-    assert sizes.batch == 8
+    assert sizes.batch == 16
     assert sizes.pages >= 1
 
 

@@ -149,14 +149,14 @@ def test_fill_cache_refuses_other_shapes(batch, k_shape, v_shape):
 
 
 @pytest.mark.parametrize("page_size", [8, 32])
-def test_bug_fill_cache_refuses_a_page_size_that_is_not_the_forests(batch, page_size):
+def test_fill_cache_refuses_a_page_size_that_is_not_the_forests(batch, page_size):
     """O07: the tokens would go to the wrong rows, silently; `num_pages` tells the page size."""
     k = np.zeros((22, 2, 8), np.float32)
     with pytest.raises(ValueError, match="`page_size`"):
         fill_cache(batch.arrays, k, k, page_size=page_size)
 
 
-def test_bug_fill_cache_refuses_a_live_token_without_a_page(batch):
+def test_fill_cache_refuses_a_live_token_without_a_page(batch):
     """The caller was to give "a physical page for each entry in use"; the token is dropped."""
     page_list = batch.arrays.page_list.copy()
     page_list[0] = -1

@@ -69,7 +69,7 @@ def test_o01_two_empty_partials_make_an_empty_one(garbage, dtype, name):
 
 @pytest.mark.parametrize("name", MERGES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bug_minus_zero_beside_an_empty_partial_keeps_its_sign(dtype, name):
+def test_minus_zero_beside_an_empty_partial_keeps_its_sign(dtype, name):
     """`merge`: "changes no bit"; but un-jitted, XLA's sum on a CPU starts at +0.0."""
     whole = partial_of(np.full((3, HEAD_DIM), -0.0), [0.5, 1.0, 2.0], dtype)
     assert_same_bits(MERGES[name](whole, empty(dtype)), whole)
@@ -77,7 +77,7 @@ def test_bug_minus_zero_beside_an_empty_partial_keeps_its_sign(dtype, name):
 
 
 @pytest.mark.parametrize("name", MERGES)
-def test_bug_a_log_sum_exp_of_minus_zero_keeps_its_sign(name):
+def test_a_log_sum_exp_of_minus_zero_keeps_its_sign(name):
     """`merge`: "merging with an empty partial changes no bit"; -0.0 + log(1) is +0.0."""
     whole = partial_of(np.ones((3, HEAD_DIM)), np.full(3, -0.0))
     assert_same_bits(MERGES[name](whole, empty("float32")), whole)

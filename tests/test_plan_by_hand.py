@@ -179,7 +179,7 @@ def test_no_segment_at_all(batch, plan):
     assert (lse == -np.inf).all()
 
 
-def test_bug_segments_past_the_last_worker_are_not_read(batch, plan, pieces):
+def test_segments_past_the_last_worker_are_not_read(batch, plan, pieces):
     """Plan: "nothing reads past its last entry" (of `worker_indptr`); the XLA path does."""
     altered = with_pieces(plan, pieces)
     used = int(plan.counts.segments)

@@ -1,5 +1,6 @@
 """What the README says is so: its Python runs, its picture is the demo's, its tables are whole."""
 
+import json
 import re
 import subprocess
 import sys
@@ -34,6 +35,16 @@ def test_the_picture_is_what_the_demo_draws():
     job = prepare(GenerateConfig())
     drawn = draw_forest(job.generation.forest, decode=job.model.tokenizer.decode, width=80)
     assert f"```text\n{drawn}\n```" in README
+
+
+def test_the_gpu_table_is_the_committed_rows():
+    file = REPOSITORY / "experiments" / "results" / "nvidia-h200" / "kernel_roofline.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert rows
+    for row in rows:
+        numbers = f"{row['time_us']:.1f} | {row['floor_us']:.1f} | {row['floor_share']:.0%}"
+        assert f"| {row['case']} | {numbers} |" in README
+        assert row["implementation"] == "mosaic_gpu" and row["max_rel_err"] < 5e-3
 
 
 def test_every_policy_has_its_row():

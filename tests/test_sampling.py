@@ -205,12 +205,15 @@ def test_sample_keeps_shape_and_dtype():
         ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1; got 0."),
         (
             {"temperature": -0.5},
-            "`temperature` must be 0 (greedy) or positive and finite; got -0.5.",
+            "`temperature` must be 0 (greedy) or positive and finite in float32; got -0.5.",
         ),
-        ({"temperature": INF}, "`temperature` must be 0 (greedy) or positive and finite; got inf."),
+        (
+            {"temperature": INF},
+            "`temperature` must be 0 (greedy) or positive and finite in float32; got inf.",
+        ),
         (
             {"temperature": float("nan")},
-            "`temperature` must be 0 (greedy) or positive and finite; got nan.",
+            "`temperature` must be 0 (greedy) or positive and finite in float32; got nan.",
         ),
         ({"top_k": -1}, "`top_k` must be 0 (off) or positive; got -1."),
         ({"top_p": -0.1}, "`top_p` must be between 0 and 1; got -0.1."),

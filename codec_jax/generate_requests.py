@@ -99,11 +99,8 @@ def _prompt_ids(model: LoadedModel, prompt: Prompt, index: int) -> tuple[int, ..
 def _encode(model: LoadedModel, prompt: str, index: int) -> tuple[int, ...]:
     try:
         return tuple(model.tokenizer.encode(prompt))
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"`prompts[{index}]` must be text that UTF-8 can hold; got a lone surrogate at"
-            f" character {error.start}."
-        ) from error
+    except ValueError as error:
+        raise ValueError(f"`prompts[{index}]` must be tokenizable: {error}") from error
 
 
 def _as_ids(prompt: Sequence[int], index: int) -> tuple[int, ...]:

@@ -257,7 +257,7 @@ def test_help_names_every_flag(capsys):
     assert all(f"--{name}" in out for name in ("prompt", "prompts_file", "top_k", "output"))
 
 
-def test_importing_leaves_the_flags_of_others_alone(monkeypatch, rows):
+def test_o30_importing_leaves_the_flags_of_others_alone(monkeypatch, rows):
     before = list(flags.FLAGS)
     monkeypatch.setattr(sys, "argv", ["x", "-f", "k.json"])
     module = importlib.reload(importlib.reload(generate))

@@ -234,3 +234,11 @@ def test_sizes_that_are_too_small_are_refused(sizes, message):
     with pytest.raises(ValueError) as error:
         prefill_chunks(make_forest([[1], [2]]), **sizes)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_more_computed_tokens_than_the_node_has_are_refused(count):
+    forest = Forest.from_token_lists([[1, 2, 3]], page_size=4)
+    rule = rf"^`num_computed` must be 0 to 3 for node 0; got {count}\.$"
+    with pytest.raises(ValueError, match=rule):
+        prefill_chunks(forest, chunk_size=4, batch_size=1, num_computed={0: count})

@@ -147,3 +147,14 @@ def test_rows_hold_their_requests_settings_and_padding_is_greedy():
     assert np.asarray(rows.sample_index).tolist() == [0, 1, 0, 0, 0]
     dtypes = [np.float32, np.int32, np.float32, np.uint32, np.int32, np.int32]
     assert [np.asarray(field).dtype for field in rows] == dtypes
+
+
+def test_a_setting_that_is_no_sampling_is_refused_by_its_row():
+    with pytest.raises(ValueError, match=r"^`sampling\[1\]` must be a Sampling; got dict\.$"):
+        read_requests(stories(), ["a", "b"], [Sampling(), {}])
+
+
+def test_a_lone_surrogate_is_refused_by_its_row():
+    rule = r"^`prompts\[1\]` must be tokenizable: `text` must be valid Unicode; got the lone surr"
+    with pytest.raises(ValueError, match=rule):
+        read_requests(stories(), ["a", "ab\ud800"], Sampling())

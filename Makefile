@@ -12,7 +12,7 @@ CONSTRAINTS := constraints/jax-0.11.2.txt
 EXTRA :=
 PYTHON :=
 DEMO_ARGS :=
-PYTEST_ARGS := -n 2 --dist worksteal
+PYTEST_ARGS := -n 2 --dist loadfile
 
 IN_VENV := $(VENV)/bin/python
 comma := ,

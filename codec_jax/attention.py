@@ -92,13 +92,14 @@ def attend(
       ValueError: shapes that do not fit each other, or an unknown implementation.
       NotImplementedError: the implementation cannot do this case, with its reason.
     """
-    _check_shapes(q, kv, plan, layer)
+    _check_kinds(q, kv, layer)
     chosen, _ = choose_implementation(
         kv.pool.page_shape,
         kv.pool.k_pages.dtype,
         plan.packed_row.shape[1],
         implementation=implementation,
     )
+    _check_shapes(q, kv, plan, implementation=chosen)
     scale = float(q.shape[-1] ** -0.5 if logits_scale is None else logits_scale)
     return _attend(q, kv, plan, jnp.int32(layer), logits_scale=scale, implementation=chosen)
 
@@ -299,9 +300,17 @@ def default_num_workers() -> int:
     return getattr(jax.devices()[0], "core_count", 8) if jax.default_backend() == "gpu" else 8
 
 
-def _check_shapes(q, kv: KVCache, plan: Plan, layer: int) -> None:
+def _check_kinds(q, kv: KVCache, layer: int) -> None:
     if q.ndim != 3:
         raise ValueError(f"`q` must be [batch, num_q_heads, head_dim]; got shape {q.shape}.")
+    for name, array in (("q", q), ("kv.pool", kv.pool.k_pages), ("kv.pool", kv.pool.v_pages)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"`{name}` must hold floating-point numbers; got {array.dtype}.")
+    if not isinstance(layer, int | np.integer) or not 0 <= layer < kv.pool.num_layers:
+        raise ValueError(f"`layer` must be an integer in [0, {kv.pool.num_layers}); got {layer}.")
+
+
+def _check_shapes(q, kv: KVCache, plan: Plan, *, implementation: str) -> None:
     pool, (batch, group) = kv.pool, plan.packed_row.shape
     if pool.v_pages.shape != pool.k_pages.shape:
         raise ValueError(
@@ -320,12 +329,10 @@ def _check_shapes(q, kv: KVCache, plan: Plan, layer: int) -> None:
             f"`kv` must hold the {plan.num_page_entries} page entries and {plan.num_nodes} nodes of"
             f" the plan's forest; got page_list {sizes[0]} and kv_len {sizes[1]}."
         )
-    is_padded = head_dim == padded_head_dim(q.shape[2])
-    expected = (batch, num_kv_heads * group, q.shape[2] if is_padded else head_dim)
+    stored = stored_head_dim(q.shape[2], implementation=implementation)
+    expected = (batch, num_kv_heads * group, q.shape[2] if stored == head_dim else head_dim)
     if q.shape != expected:
         raise ValueError(
             f"`q` must have shape {expected} for a plan of {batch} requests and groups of {group}"
             f" over this pool; got {q.shape}."
         )
-    if not 0 <= layer < pool.num_layers:
-        raise ValueError(f"`layer` must be in [0, {pool.num_layers}); got {layer}.")

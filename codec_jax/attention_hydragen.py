@@ -67,6 +67,8 @@ def _attend(q, kv, live, key_dims: str) -> Partial:
 
 
 def _check_shapes(q, shared, suffix, suffix_len) -> None:
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"`q` must hold floating-point numbers; got {q.dtype}.")
     if q.ndim != 3:
         raise ValueError(f"`q` must be [batch, num_q_heads, head_dim]; got shape {q.shape}.")
     batch, num_q_heads, head_dim = q.shape

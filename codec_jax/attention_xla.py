@@ -120,7 +120,7 @@ def _accumulate(running: _Running, units: Units) -> _Running:
 
 
 def _finish(running: _Running, shape: tuple[int, ...]) -> Partial:
-    some = running.total > 0
+    some = running.total != 0  # NaN included: only a row without a key is empty
     total = jnp.where(some, running.total, 1.0)
     out = jnp.where(some[:, :, None], running.out / total[:, :, None], 0.0)
     lse = jnp.where(some, running.top + jnp.log(total), -jnp.inf)

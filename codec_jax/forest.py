@@ -38,8 +38,8 @@ class Forest:
     """
 
     def __init__(self, *, page_size: int = 64, pages: PagePool | None = None):
-        if page_size < 1:
-            raise ValueError(f"`page_size` must be >= 1 token; got {page_size}.")
+        if not isinstance(page_size, int | np.integer) or page_size < 1:
+            raise ValueError(f"`page_size` must be >= 1 token, whole; got {page_size!r}.")
         self.page_size = page_size
         self.pages = PagePool() if pages is None else pages
         self._nodes: dict[int, Node] = {}
@@ -91,8 +91,11 @@ class Forest:
         Equal prompts and prompts that are a prefix of another are fine. Arguments and errors
         otherwise as for `insert`.
         """
-        if max_new_tokens < 0:
-            raise ValueError(f"`max_new_tokens` must be >= 0; got {max_new_tokens}.")
+        is_whole = isinstance(max_new_tokens, int | np.integer)
+        if not is_whole or not 0 <= max_new_tokens < 2**30:
+            raise ValueError(
+                f"`max_new_tokens` must be >= 0 and < 2**30, whole; got {max_new_tokens!r}."
+            )
         node_id = self.insert(tokens, parent=parent)
         if max_new_tokens:
             leaf = Node.private_leaf(

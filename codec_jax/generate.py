@@ -147,9 +147,19 @@ class Generation:
         return self._visits
 
     def finish(self) -> list[Completion]:
-        """All completions, prompt by prompt and sample by sample, after running to the end."""
+        """All completions, prompt by prompt and sample by sample, after running to the end.
+
+        Raises RuntimeError when an earlier error or interrupt ended the run before every row;
+        `completions` has those that ended.
+        """
         for _ in self._visits:
             pass
+        num_open = self._reasons.count(None)
+        if num_open:
+            raise RuntimeError(
+                f"`finish` must follow no failed run: {num_open} of {len(self._reasons)} rows have"
+                " not ended, and cannot any more. `completions()` has the others."
+            )
         return self.completions()
 
     def completions(self) -> list[Completion]:

@@ -19,6 +19,9 @@ from codec_jax.models import LoadedModel
 from codec_jax.planning.policies import policy_named
 from codec_jax.planning.spec import PlanCapacity, PlanSpec
 
+MAX_OPTION = 2**24
+"""Larger sizes would not fit the 32-bit arithmetic of plans; nobody needs them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -50,8 +53,11 @@ class Options:
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            if not isinstance(value, int) or value < 1:
+            is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if value is None or not is_integer or value < 1:
                 raise ValueError(f"`{name}` must be a positive integer; got {value!r}.")
+            if value > MAX_OPTION:
+                raise ValueError(f"`{name}` must be at most {MAX_OPTION}; got {value}.")
 
 
 class NodeSharing(NamedTuple):

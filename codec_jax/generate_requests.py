@@ -12,6 +12,8 @@ from codec_jax.models import LoadedModel
 from codec_jax.sampling import RowSampling, Sampling
 
 Prompt = str | Sequence[int]
+MAX_REQUESTS = 2**17
+"""Completions of one batch: beyond, the host's work would take minutes before anything happens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,15 @@ def read_requests(
     """
     if isinstance(prompts, str):
         raise ValueError("`prompts` must be a list of prompts; got one string. Wrap it in a list.")
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise ValueError(f"`prompts` must be a list of prompts; got {type(prompts).__name__}.")
     settings = _one_each(sampling, len(prompts))
+    num_requests = sum(setting.num_samples for setting in settings)
+    if num_requests > MAX_REQUESTS:
+        raise ValueError(
+            f"`num_samples` over all prompts must be at most {MAX_REQUESTS:,} completions; got"
+            f" {num_requests:,}."
+        )
     requests = []
     for index, (prompt, setting) in enumerate(zip(prompts, settings, strict=True)):
         ids = _prompt_ids(model, prompt, index)
@@ -68,6 +78,10 @@ def row_sampling(requests: Sequence[Request], batch_size: int) -> RowSampling:
 def _one_each(sampling: Sampling | Sequence[Sampling], num_prompts: int) -> Sequence[Sampling]:
     if isinstance(sampling, Sampling):
         return [sampling] * num_prompts
+    if not isinstance(sampling, Sequence):
+        raise ValueError(
+            f"`sampling` must be a Sampling or a list of them; got {type(sampling).__name__}."
+        )
     if len(sampling) != num_prompts:
         raise ValueError(
             f"`sampling` must be one setting, or one for each of the {num_prompts} prompts; got"

@@ -20,7 +20,7 @@ class OutOfPagesError(RuntimeError):
     def __init__(self, num_wanted: int, num_free: int, num_pages: int):
         super().__init__(
             f"{num_wanted} pages wanted, {num_free} of {num_pages} are free. "
-            "Remove requests, or build a pool with more pages."
+            "Remove requests, or give the pool more pages (`num_pages`)."
         )
         self.num_wanted = num_wanted
         self.num_free = num_free

@@ -50,10 +50,10 @@ def merge_stacked(partials: Partial) -> Partial:
     lse = partials.lse
     top = jnp.max(lse, axis=0, initial=-jnp.inf)
     shift = jnp.where(top == -jnp.inf, 0.0, top)
-    live = lse > -jnp.inf
+    live = lse != -jnp.inf  # NaN is no empty side: it has to come out
     weight = jnp.where(live, jnp.exp(lse - shift[None]), 0.0)
     total = jnp.sum(weight, axis=0)
-    some = total > 0
+    some = total != 0
     safe = jnp.where(some, total, 1.0)
     out = jnp.where(live[..., None], partials.out.astype(jnp.float32) * weight[..., None], 0.0)
     out = jnp.where(some[..., None], jnp.sum(out, axis=0) / safe[..., None], 0.0)
@@ -79,12 +79,12 @@ def softmax_with_lse(
 ) -> tuple[Float32[Array, "*rows keys"], Float32[Array, "*rows"]]:
     """Softmax over the last axis and the log-sum-exp; masked scores are -inf.
 
-    A row without a key has weights 0 and log-sum-exp -inf.
+    A row without a key has weights 0 and log-sum-exp -inf; NaN and overflow come out as NaN.
     """
     top = jnp.max(score, axis=-1, initial=-jnp.inf)
     shift = jnp.where(top == -jnp.inf, 0.0, top)
     weight = jnp.exp(score - shift[..., None])
     total = jnp.sum(weight, axis=-1)
-    some = total > 0
+    some = total != 0  # NaN included: only a row without a key is empty
     safe = jnp.where(some, total, 1.0)
     return weight / safe[..., None], jnp.where(some, shift + jnp.log(safe), -jnp.inf)

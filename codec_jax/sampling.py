@@ -36,7 +36,11 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_new_tokens", "top_k", "seed"):
             value = getattr(self, name)
-            _check(name, value, isinstance(value, int | np.integer), "be an integer")
+            is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            _check(name, value, is_integer, "be an integer")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, int | float | np.number), "be a number")
         _check("num_samples", self.num_samples, self.num_samples >= 1, "be at least 1")
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "be at least 1")
         is_finite = 0 <= self.temperature <= float(np.finfo(np.float32).max)
@@ -107,6 +111,6 @@ def _draw(logits, rows: RowSampling, key) -> Int32[Array, " batch"]:
     return jnp.take_along_axis(order, best[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-def _check(name: str, value: float, holds: bool, rule: str) -> None:
+def _check(name: str, value: object, holds: bool, rule: str) -> None:
     if not holds:
-        raise ValueError(f"`{name}` must {rule}; got {value}.")
+        raise ValueError(f"`{name}` must {rule}; got {value!r}.")

@@ -270,9 +270,26 @@ def test_a_plan_for_other_kv_heads_is_refused(arguments):
         attend(jnp.tile(q, (1, 2, 1)), dataclasses.replace(kv, pool=pool), plan)
 
 
-@pytest.mark.parametrize("layer", [-1, 1])
+def test_integers_are_refused_where_floats_are_meant(arguments):
+    q, kv, plan = arguments
+    with pytest.raises(ValueError, match=r"^`q` must hold floating-point numbers; got int32\.$"):
+        attend(jnp.zeros(q.shape, jnp.int32), kv, plan)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_nan_comes_out_as_nan_and_not_as_an_empty_row(arguments, implementation):
+    q, kv, plan = arguments
+    q = jnp.where(jnp.isnan(q), 0.0, q).at[0, 1].set(jnp.nan)
+    result = attend(q, kv, plan, implementation=implementation)
+    assert jnp.isnan(result.lse[0, 1]) and jnp.isnan(result.out[0, 1]).all()
+    assert jnp.isfinite(result.lse[0, 0])
+
+
+@pytest.mark.parametrize("layer", [-1, 1, 0.5])
 def test_a_layer_outside_the_pool_is_refused(arguments, layer):
-    with pytest.raises(ValueError, match=rf"^`layer` must be in \[0, 1\); got {layer}\.$"):
+    with pytest.raises(
+        ValueError, match=rf"^`layer` must be an integer in \[0, 1\); got {layer}\.$"
+    ):
         attend(*arguments, layer=layer)
 
 

@@ -281,7 +281,7 @@ def private_leaf_as_parent() -> int:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Forest(page_size=0), r"`page_size` must be >= 1 token; got 0"),
+        (lambda: Forest(page_size=0), r"`page_size` must be >= 1 token, whole; got 0"),
         (lambda: Forest().insert([]), r"`tokens` must not be empty without a `parent`"),
         (lambda: Forest().insert([1], parent=5), r"`parent` must be a live node, .* got 5"),
         (private_leaf_as_parent, r"`parent` must not be a private leaf, .* got 1"),
@@ -297,3 +297,13 @@ def private_leaf_as_parent() -> int:
 def test_errors_name_the_argument_and_the_value(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("limit", [1.5, "a", 2**30, -1])
+def test_new_tokens_that_cannot_be_are_refused_and_nothing_has_changed(limit):
+    forest = Forest(page_size=4)
+    with pytest.raises(
+        ValueError, match=r"^`max_new_tokens` must be >= 0 and < 2\*\*30, whole; got"
+    ):
+        forest.add_request([5, 6], max_new_tokens=limit)
+    assert forest.num_nodes == 0 and forest.pages.num_used == 0

@@ -203,3 +203,9 @@ def test_requests_are_rows():
         path = batch.forest.path(batch.forest.end_node(request))
         runs = [batch.forest.node(node_id).tokens for node_id in path]
         assert np.concatenate(runs).tolist() == TREE[request]
+
+
+def test_sizes_beyond_32_bit_arithmetic_are_refused():
+    with pytest.raises(ValueError, match=r"^`steps_per_visit` must be at most 16777216; got "):
+        Options(steps_per_visit=2**33)
+    assert Options(page_size=np.int64(16)).page_size == 16

@@ -158,3 +158,33 @@ def test_a_lone_surrogate_is_refused_by_its_row():
     rule = r"^`prompts\[1\]` must be tokenizable: `text` must be valid Unicode; got the lone surr"
     with pytest.raises(ValueError, match=rule):
         read_requests(stories(), ["a", "ab\ud800"], Sampling())
+
+
+def test_too_many_completions_are_refused_before_they_are_listed():
+    rule = (
+        r"^`num_samples` over all prompts must be at most 131,072 completions; got 100,000,000\.$"
+    )
+    with pytest.raises(ValueError, match=rule):
+        read_requests(stories(), ["a"], Sampling(num_samples=100_000_000))
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [5, None, {"a": 1}, (text for text in "ab")],
+    ids=["number", "none", "dict", "generator"],
+)
+def test_prompts_that_are_no_list_are_refused(prompts):
+    with pytest.raises(ValueError, match=r"^`prompts` must be a list of prompts; got "):
+        read_requests(stories(), prompts, Sampling())
+
+
+def test_sampling_that_is_neither_one_nor_a_list_is_refused():
+    with pytest.raises(ValueError, match=r"^`sampling` must be a Sampling or a list of them; got"):
+        read_requests(stories(), ["a"], 5)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": "0.5"}, {"top_p": None}], ids=str)
+def test_numbers_are_numbers(settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=rf"^`{name}` must be a number; got "):
+        Sampling(**settings)

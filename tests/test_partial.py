@@ -83,6 +83,13 @@ def test_a_log_sum_exp_of_minus_zero_keeps_its_sign(name):
     assert_same_bits(MERGES[name](whole, empty("float32")), whole)
 
 
+@pytest.mark.parametrize("lse", [np.nan, np.inf])
+def test_what_is_not_finite_is_no_empty_side(lse):
+    bad, good = partial_of(np.ones((3, HEAD_DIM)), np.full(3, lse)), some_partial("float32")
+    for merged in (merge(bad, good), merge(good, bad)):
+        assert np.isnan(merged.lse).all()
+
+
 def test_empty_is_zero_and_minus_infinity():
     assert_same_bits(Partial.empty((3,), HEAD_DIM), empty("float32"))
     assert Partial.empty((2, 5), 7).out.shape == (2, 5, 7)

@@ -180,3 +180,14 @@ def test_requests_left_after_a_removal_keep_their_rows_or_are_refused():
         assert "`forest`" in str(error)
     else:
         assert int(jnp.sum(plan.packed_row < plan.num_tiles * 64)) == SMALL.group_size
+
+
+def test_a_forest_that_was_not_exported_is_refused():
+    rule = r"^`forest` must be ForestArrays, see `export_arrays`; got Forest\.$"
+    with pytest.raises(ValueError, match=rule):
+        build_plan(Forest(page_size=16), SMALL.spec)
+
+
+def test_a_fraction_of_new_tokens_is_refused(batch):
+    with pytest.raises(ValueError, match=r"^`num_new_tokens` must be a whole number; got 1\.5\.$"):
+        build_plan(batch.arrays, SMALL.spec, num_new_tokens=1.5, capacity=SMALL.capacity)

@@ -47,6 +47,10 @@ def build_plan(
       PlanOverflowError: the given capacity is too small; names each array with need and room.
     """
     chosen = policy_named(policy)
+    if not isinstance(forest, ForestArrays):
+        raise ValueError(
+            f"`forest` must be ForestArrays, see `export_arrays`; got {type(forest).__name__}."
+        )
     forest = ForestArrays(*(np.asarray(field) for field in forest))
     _check_forest(forest, spec, num_new_tokens)
     share = np.asarray(chosen.share(forest.parent))
@@ -157,8 +161,8 @@ def _packed_rows(forest: ForestArrays, tiles: Tiles, *, spec: PlanSpec, num_tile
 
 
 def _check_forest(forest: ForestArrays, spec: PlanSpec, num_new_tokens: int) -> None:
-    if num_new_tokens < 0:
-        raise ValueError(f"`num_new_tokens` must not be negative; got {num_new_tokens}.")
+    if not isinstance(num_new_tokens, int | np.integer) or num_new_tokens < 0:
+        raise ValueError(f"`num_new_tokens` must be a whole number; got {num_new_tokens}.")
     if not forest.parent.size or not forest.request_row.size:
         raise ValueError("`forest` must have room for a node and a request; it is empty.")
     check_page_size(forest, spec.page_size)

@@ -9,8 +9,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from codec_jax.attention import PreparedPlan, attend_resolved, prepare_plan, resolve_plan
-from codec_jax.kv_cache import KVPool, TokenSlots, append
+from codec_jax.attention import PreparedPlan, prepare_plan, resolve_plan
+from codec_jax.attention_layer import layer_attention
+from codec_jax.kv_cache import KVPool, TokenSlots
 from codec_jax.models import Decoder
 from codec_jax.planning.plan import Plan
 from codec_jax.planning.scans import exclusive_sum, iota
@@ -120,19 +121,7 @@ def decode_step(
     rows = state.rows
     page_size = state.pool.page_size
     resolved = resolve_plan(prepared, state.page_list, state.kv_len, page_size=page_size)
-
-    def attention(layer, q, k, v, pool):
-        pool = append(pool, layer, slots, k, v)
-        partial = attend_resolved(
-            q,
-            pool,
-            resolved,
-            layer,
-            logits_scale=q.shape[-1] ** -0.5,
-            implementation=implementation,
-        )
-        return partial.out, pool
-
+    attention = layer_attention(resolved, slots, implementation=implementation)
     token = jnp.where(rows.status == RUNNING, rows.token, 0)
     hidden, pool = decoder(token, rows.position, state.pool, attention)
     return _draw(dataclasses.replace(state, pool=pool), decoder.logits(hidden))

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from codec_jax.attention import attend_resolved, prepare_plan, resolve_plan
-from codec_jax.kv_cache import KVPool, TokenSlots, append
+from codec_jax.attention import prepare_plan, resolve_plan
+from codec_jax.attention_layer import layer_attention
+from codec_jax.kv_cache import KVPool, TokenSlots
 from codec_jax.planning.plan import Plan
 
 
@@ -62,19 +63,7 @@ def prefill_chunk(
         causal=(inputs.node_position, inputs.position),
     )
     slots = TokenSlots(inputs.page, inputs.row)
-
-    def attention(layer, q, k, v, pool):
-        pool = append(pool, layer, slots, k, v)
-        partial = attend_resolved(
-            q,
-            pool,
-            resolved,
-            layer,
-            logits_scale=q.shape[-1] ** -0.5,
-            implementation=implementation,
-        )
-        return partial.out, pool
-
+    attention = layer_attention(resolved, slots, implementation=implementation)
     hidden, pool = decoder(inputs.token_ids, inputs.position, state.pool, attention)
     is_here = (inputs.last_row >= 0)[:, None]
     last_hidden = jnp.where(is_here, hidden[inputs.last_row], state.last_hidden)

@@ -139,15 +139,16 @@ def test_plan_reads_every_token_once_for_every_row(case, data):
         check_balance(plan, case)
 
 
-@pytest.mark.parametrize("case", CASES[::6], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_jitted_planner_equals_unjitted(case):
     """XLA on some CPUs miscompiles shifted slices mixed with gathers.
 
-    Un-jitted planning compiles every operation for itself, so two cases have to do, one that takes
-    nodes as they come and one that sorts; the jitted plans of all cases are checked in full above.
+    Un-jitted planning compiles every operation for itself: a few examples of each case have to do.
+    The jitted plans of all examples are checked in full above.
     """
 
-    @settings(max_examples=4)
+    @settings(max_examples=3)
     @given(batch=case.batches())
     def check(batch):
         plan = case.plan(batch.arrays)

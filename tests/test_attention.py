@@ -44,7 +44,7 @@ def assert_close(partial, expected, *, dtype="float32"):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@settings(max_examples=10)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_all_implementations_agree_with_the_oracle(case, data):
     """Rows of q without a request hold NaN, and so does every slot that is not live."""
@@ -104,15 +104,30 @@ def test_a_layer_is_an_offset_on_the_pages(implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_pool_may_be_wider_than_the_heads(implementation):
-    """Keys and values are padded with zeros where the kernels want multiples of 64."""
+    """Keys and values are padded with zeros where the kernels want multiples of 64.
+
+    A decoder's step knows that its pool is padded; who calls `attend` with a narrower q is mistaken.
+    """
     batch = SMALL.batch(LISTS)
     q, kv, plan = attend_arguments(batch, SMALL.plan(batch.arrays))
     k, v = (
         jnp.pad(pages, ((0, 0), (0, 0), (0, 0), (0, 56)))
         for pages in (kv.pool.k_pages, kv.pool.v_pages)
     )
-    kv = dataclasses.replace(kv, pool=KVPool(k, v))
-    assert_close(attend(q, kv, plan, implementation=implementation), batch.expected())
+    wide = dataclasses.replace(kv, pool=KVPool(k, v))
+    with pytest.raises(ValueError, match=r"^`q` must have shape \(40, 4, 64\) .* got \(40, 4, 8\)"):
+        attend(q, wide, plan, implementation=implementation)
+    prepared = prepare_plan(plan, implementation=implementation)
+    resolved = resolve_plan(prepared, kv.page_list, kv.kv_len, page_size=16)
+    result = attend_resolved(
+        q,
+        wide.pool,
+        resolved,
+        jnp.int32(0),
+        logits_scale=SMALL.head_dim**-0.5,
+        implementation=implementation,
+    )
+    assert_close(result, batch.expected())
 
 
 @settings(max_examples=15)

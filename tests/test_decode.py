@@ -79,13 +79,13 @@ def test_ended_rows_stay_inert(run):
                 leaf_entries(state, row, limit), leaf_entries(ended[0], row, limit)
             )
     assert recorder.states[0].rows.status[0] == FULL, "one token is drawn before the first visit"
-    assert recorder.states[0].rows.status[-2] == RUNNING
+    assert recorder.states[0].rows.status[len(LIMITS) - 1] == RUNNING
 
 
 def test_rows_without_a_request_do_nothing(run):
     _, _, recorder = run
     for state in recorder.states:
-        for row in range(len(LIMITS), 8):
+        for row in range(len(LIMITS), recorder.states[0].rows.status.size):
             assert state.rows.status[row] == FULL
             assert state.rows.num_new[row] == 0
             assert not state.new_tokens[row].any()

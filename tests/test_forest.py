@@ -71,7 +71,7 @@ def check_nodes(forest: Forest) -> None:
         assert forest.pages.refcounts([page]) == num_references
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(REQUESTS, PAGE_SIZES, st.randoms(use_true_random=False))
 def test_prefixes_are_shared_exactly_where_they_are_equal(requests, page_size, random):
     forest = Forest(page_size=page_size)
@@ -89,7 +89,7 @@ def test_prefixes_are_shared_exactly_where_they_are_equal(requests, page_size, r
     assert (forest.num_nodes, forest.pages.num_used) == (0, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(REQUESTS, PAGE_SIZES, st.integers(1, 8))
 def test_a_request_without_room_changes_nothing(requests, page_size, num_pages):
     forest = Forest(page_size=page_size, pages=PagePool(num_pages))
@@ -106,7 +106,7 @@ def test_a_request_without_room_changes_nothing(requests, page_size, num_pages):
         check(forest, prompts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(REQUESTS, st.randoms(use_true_random=False))
 def test_node_ids_stay_the_place_where_their_tokens_end(requests, random):
     forest = Forest(page_size=4)

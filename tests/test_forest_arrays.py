@@ -73,7 +73,7 @@ def check_padding(arrays: ForestArrays) -> None:
     assert (arrays.page_list[int(arrays.num_page_entries) :] == -1).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(REQUESTS, st.sampled_from([1, 4, 16]), padding(), st.randoms(use_true_random=False))
 def test_arrays_agree_with_the_forest(requests, page_size, extra, random):
     forest = Forest(page_size=page_size)

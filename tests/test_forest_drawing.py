@@ -134,7 +134,7 @@ def test_long_and_wide_text_is_cut_in_its_column():
 WORDS = st.text(st.sampled_from("ab日\n\u0301😀\u200b"), min_size=1, max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     st.lists(st.tuples(WORDS, st.integers(0, 3)), max_size=25),
     st.integers(MIN_WIDTH, 90),

@@ -68,7 +68,7 @@ def release(pool: PagePool, model: dict[int, int], pages: list[int]) -> None:
             del model[page]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(OPERATIONS)
 def test_free_and_used_partition_the_pool(operations):
     pool, model = PagePool(12), {}
@@ -88,7 +88,7 @@ def test_free_and_used_partition_the_pool(operations):
         assert all(page < most_used for page in model)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=30))
 def test_pool_without_a_bound_never_runs_out(operations):
     pool, model = PagePool(), {}

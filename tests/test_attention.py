@@ -106,7 +106,7 @@ def test_a_layer_is_an_offset_on_the_pages(implementation):
 def test_a_pool_may_be_wider_than_the_heads(implementation):
     """Keys and values are padded with zeros where the kernels want multiples of 64.
 
-    A decoder's step knows that its pool is padded; who calls `attend` with a narrower q is mistaken.
+    A decoder's step knows that its pool is padded; `attend` takes a narrower q for a mistake.
     """
     batch = SMALL.batch(LISTS)
     q, kv, plan = attend_arguments(batch, SMALL.plan(batch.arrays))

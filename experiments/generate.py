@@ -5,7 +5,7 @@
     python -m experiments.generate --prompts_file prompts.txt --temperature 0
 
 Without flags, a demonstration with a small model: the prefix forest of four prompts, three samples
-of each, and the speed; 20 to 30 seconds on 2 CPU cores, nearly all of it compilation. Results are
+of each, and the speed; under 30 seconds on 2 CPU cores, nearly all of it compilation. Results are
 on standard output, everything else on standard error. Exit status: 0 done, 1 the results could not
 be written, 2 wrong use, 130 after Ctrl-C, which keeps the completions that have ended.
 """

@@ -20,7 +20,7 @@ from codec_jax.planning.merge_order import merge_order
 from codec_jax.planning.plan import Plan, Segments
 from codec_jax.planning.resolve import ResolvedSteps, resolve
 from codec_jax.planning.scans import iota
-from pallas_kernels import pack_table, padded_head_dim, supports
+from pallas_kernels import Tables, pack_table, pack_tables, padded_head_dim, supports
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")
 
@@ -32,13 +32,11 @@ class PreparedPlan:
 
     Attributes:
       plan: the plan.
-      segments, slot_indptr: the kernels' segment table, and the run of slots of each (tile, KV
-        head); None for the others.
+      tables: the kernels' tables, the steps still empty; None for the others.
     """
 
     plan: Plan
-    segments: Int32[Array, "segments 8"] | None = None
-    slot_indptr: Int32[Array, " pairs+1"] | None = None
+    tables: Tables | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -49,14 +47,14 @@ class ResolvedPlan:
     Attributes:
       prepared: the plan.
       steps: physical pages and live columns.
-      step_table: the same as the kernels' table; None for the others.
+      tables: the kernels' tables; None for the others.
       q_position: absolute position of each batch row's query, for causal masks; None when every
         key in the cache precedes every query (decoding).
     """
 
     prepared: PreparedPlan
     steps: ResolvedSteps
-    step_table: Int32[Array, "steps 8"] | None = None
+    tables: Tables | None = None
     q_position: Int32[Array, " batch"] | None = None
 
 
@@ -117,11 +115,11 @@ def prepare_plan(plan: Plan, *, implementation: str) -> PreparedPlan:
     """The plan with the tables of that implementation."""
     if implementation != "mosaic_gpu":
         return PreparedPlan(plan)
-    return PreparedPlan(plan, *_kernel_tables(plan))
+    return PreparedPlan(plan, _kernel_tables(plan))
 
 
-def _kernel_tables(plan: Plan) -> tuple[Int32[Array, "segments 8"], Int32[Array, " pairs+1"]]:
-    """The segments as the kernels' table, and the run of slots of each (tile, KV head).
+def _kernel_tables(plan: Plan) -> Tables:
+    """The kernels' tables without steps.
 
     The kernels number slots in merge order, so that a tile's slots follow each other.
     """
@@ -139,7 +137,7 @@ def _kernel_tables(plan: Plan) -> tuple[Int32[Array, "segments 8"], Int32[Array,
         new_slot[second],
         _final_tiles(plan, order.indptr),
     )
-    return table, order.indptr
+    return pack_tables(table, plan.worker_indptr, order.indptr)
 
 
 def _final_tiles(plan: Plan, indptr: Int32[Array, " pairs+1"]) -> Int32[Array, " segments"]:
@@ -169,10 +167,11 @@ def resolve_plan(
     """
     position, q_position = (None, None) if causal is None else causal
     steps = resolve(prepared.plan, page_list, kv_len, page_size=page_size, position=position)
-    table = None
-    if prepared.segments is not None:
-        table = pack_table(steps.page, steps.col_lo, steps.col_hi, steps.row_lo, steps.row_hi)
-    return ResolvedPlan(prepared, steps, table, q_position)
+    tables = prepared.tables
+    if tables is not None:
+        columns = (steps.page, steps.col_lo, steps.col_hi, steps.row_lo, steps.row_hi)
+        tables = tables.with_steps(*columns)
+    return ResolvedPlan(prepared, steps, tables, q_position)
 
 
 def attend_resolved(
@@ -240,18 +239,28 @@ def _run_kernels(
     from pallas_kernels.merge import merge_partials
     from pallas_kernels.partial_attention import partial_attention
 
-    prepared = resolved.prepared
-    if prepared.segments is None or prepared.slot_indptr is None or resolved.step_table is None:
+    if resolved.tables is None:
         raise ValueError("`resolved` must be prepared for 'mosaic_gpu'; see `prepare_plan`.")
     partials, merged = partial_attention(
         rows,
         (pool.k_pages, pool.v_pages),
-        (prepared.segments, resolved.step_table),
-        prepared.plan.worker_indptr,
+        resolved.tables,
         jnp.reshape(layer * pool.num_pages, (1,)),
         logits_scale=logits_scale,
     )
-    return Partial(*merge_partials(partials, prepared.slot_indptr, merged))
+    return _keep_apart(Partial(*merge_partials(partials, resolved.tables.slot_indptr, merged)))
+
+
+def _keep_apart(partial: Partial) -> Partial:
+    """The same values, out of XLA's sight of where they come from.
+
+    XLA lets a custom call write straight into a slice of a larger array (the results of a `scan`),
+    and forgets that the merge updates its operands in place: the slice stays as it was. An
+    operation in between prevents that; it is fused into whatever reads the result.
+    """
+    is_empty = partial.lse == -jnp.inf
+    out = jnp.where(is_empty[..., None], 0.0, partial.out)
+    return Partial(out, jnp.minimum(partial.lse, jnp.finfo(jnp.float32).max))
 
 
 def choose_implementation(

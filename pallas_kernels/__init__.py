@@ -8,4 +8,6 @@ load Pallas; a machine without a GPU never does.
 from pallas_kernels.support import Refusal as Refusal
 from pallas_kernels.support import padded_head_dim as padded_head_dim
 from pallas_kernels.support import supports as supports
+from pallas_kernels.tables import Tables as Tables
 from pallas_kernels.tables import pack_table as pack_table
+from pallas_kernels.tables import pack_tables as pack_tables

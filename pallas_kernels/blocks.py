@@ -1,24 +1,25 @@
 """Blocks of 64 KV tokens: several small pages gathered, or a part of a large one.
 
-Read from the step table by every warpgroup of the kernel, so that all agree on what is live.
+Read from the steps in shared memory by every warpgroup of the kernel, so that all agree on what is
+live.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import BLOCK_KV, BLOCK_Q
-from pallas_kernels.tables import StepTable
+from pallas_kernels.config import BLOCK_KV, NUM_CHUNKS
+from pallas_kernels.tables import STEP_CHUNK, StepTable
 
 
 class Block(NamedTuple):
-    """A block of 64 KV tokens: per page in it, the page, its live columns and its query rows.
+    """A block of 64 KV tokens: per page in it, the page, its live columns and its packed rows.
 
-    Columns count from the block's first token, rows from the tile's first row.
+    Columns count from the block's first token.
     """
 
     pages: tuple
@@ -47,63 +48,124 @@ class Block(NamedTuple):
         return ~any_of(hi - lo != size for lo, hi in spans)
 
 
-class Place(NamedTuple):
-    """Where a tile's queries come from and its result goes."""
-
-    kv_head: Any
-    tile: Any
-    slot: Any
-    is_final: Any  # the result is the tile's only one
-
-    def rows(self):
-        """Its packed rows."""
-        return pl.ds(pl.multiple_of(self.tile * BLOCK_Q, BLOCK_Q), BLOCK_Q)
-
-
 def any_of(masks: Iterable):
     """Elementwise or of the masks."""
     return functools.reduce(jnp.logical_or, masks)
 
 
-def num_blocks(num_steps, page_size: int):
-    """Blocks of a segment with that many steps."""
-    if page_size >= BLOCK_KV:
-        return num_steps * (page_size // BLOCK_KV)
-    pages = BLOCK_KV // page_size
-    return lax.div(num_steps + (pages - 1), jnp.int32(pages))
+class Cursor(NamedTuple):
+    """Where a warpgroup is.
+
+    Attributes:
+      block: of the segment.
+      chunk: of the step table, counted over all segments.
+      ring: live blocks before this one over all segments: its stage, modulo their number.
+      live: live blocks before this one in the segment.
+    """
+
+    block: Any
+    chunk: Any
+    ring: Any
+    live: Any
+
+    @classmethod
+    def start(cls) -> "Cursor":
+        """Before the first segment."""
+        return cls(jnp.int32(0), jnp.int32(-1), jnp.int32(0), jnp.int32(0))
 
 
-def read_block(steps_gmem, step_lo, num_steps, block, *, tile, page_size: int) -> Block:
-    """The `block`-th block of a segment's steps."""
-    pages_per_block = max(1, BLOCK_KV // page_size)
-    blocks_per_page = max(1, page_size // BLOCK_KV)
-    part = lax.rem(block, jnp.int32(blocks_per_page))
-    first = lax.div(block, jnp.int32(blocks_per_page)) * pages_per_block
-    columns = []
-    for j in range(pages_per_block):
-        inside = first + j < num_steps
-        step = step_lo + jnp.minimum(first + j, num_steps - 1)
-        lo = jnp.maximum(steps_gmem[step, StepTable.COL_LO] - part * BLOCK_KV, 0)
-        hi = jnp.minimum(steps_gmem[step, StepTable.COL_HI] - part * BLOCK_KV, BLOCK_KV)
-        hi = jnp.where(inside, jnp.maximum(hi, lo), lo)
-        columns.append(
-            (
-                steps_gmem[step, StepTable.PAGE],
-                lo + j * page_size,
-                hi + j * page_size,
-                steps_gmem[step, StepTable.ROW_LO] - tile * BLOCK_Q,
-                steps_gmem[step, StepTable.ROW_HI] - tile * BLOCK_Q,
+class Walk(NamedTuple):
+    """The blocks of one segment, in order.
+
+    Attributes:
+      steps: shared memory, [NUM_CHUNKS, STEP_CHUNK, 8].
+      num_steps: of the segment.
+      page_size: tokens of a page.
+      enter, leave: called with the number of the chunk that is read next, or not read any more.
+    """
+
+    steps: Any
+    num_steps: Any
+    page_size: int
+    enter: Callable[[Any], None]
+    leave: Callable[[Any], None]
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that are gathered into a block."""
+        return max(1, BLOCK_KV // self.page_size)
+
+    @property
+    def blocks_per_page(self) -> int:
+        """Blocks that a page is cut into."""
+        return max(1, self.page_size // BLOCK_KV)
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks of a chunk of steps."""
+        return STEP_CHUNK * self.blocks_per_page // self.pages_per_block
+
+    @property
+    def num_blocks(self):
+        """Blocks of the segment."""
+        if self.pages_per_block == 1:
+            return self.num_steps * self.blocks_per_page
+        pages = jnp.int32(self.pages_per_block)
+        return lax.div(self.num_steps + (pages - 1), pages)
+
+    def begin(self, cursor: Cursor) -> Cursor:
+        """At the segment's first block."""
+        chunk = cursor.chunk + 1
+        self.enter(chunk)
+        return cursor._replace(block=jnp.int32(0), chunk=chunk, live=jnp.int32(0))
+
+    def end(self, cursor: Cursor) -> None:
+        """Past the segment's last block."""
+        self.leave(cursor.chunk)
+
+    def is_inside(self, cursor: Cursor):
+        """Whether there is a block here."""
+        return cursor.block < self.num_blocks
+
+    def is_first_of_chunk(self, cursor: Cursor):
+        """Whether the block here is a chunk's first."""
+        return lax.rem(cursor.block, jnp.int32(self.blocks_per_chunk)) == 0
+
+    def read(self, cursor: Cursor) -> Block:
+        """The block here; past the end, whatever the chunk holds."""
+        block = lax.rem(cursor.block, jnp.int32(self.blocks_per_chunk))
+        steps = self.steps.at[lax.rem(cursor.chunk, jnp.int32(NUM_CHUNKS))]
+        part = lax.rem(block, jnp.int32(self.blocks_per_page))
+        first = lax.div(block, jnp.int32(self.blocks_per_page)) * self.pages_per_block
+        before = lax.div(cursor.block, jnp.int32(self.blocks_per_chunk)) * STEP_CHUNK
+        columns = []
+        for j in range(self.pages_per_block):
+            inside = before + first + j < self.num_steps
+            lo = jnp.maximum(steps[first + j, StepTable.COL_LO] - part * BLOCK_KV, 0)
+            hi = jnp.minimum(steps[first + j, StepTable.COL_HI] - part * BLOCK_KV, BLOCK_KV)
+            hi = jnp.where(inside, jnp.maximum(hi, lo), lo)
+            columns.append(
+                (
+                    jnp.where(inside, steps[first + j, StepTable.PAGE], 0),
+                    lo + j * self.page_size,
+                    hi + j * self.page_size,
+                    steps[first + j, StepTable.ROW_LO],
+                    steps[first + j, StepTable.ROW_HI],
+                )
             )
-        )
-    pages, col_lo, col_hi, row_lo, row_hi = zip(*columns, strict=True)
-    return Block(pages, col_lo, col_hi, row_lo, row_hi, part)
+        pages, col_lo, col_hi, row_lo, row_hi = zip(*columns, strict=True)
+        return Block(pages, col_lo, col_hi, row_lo, row_hi, part)
 
+    def skip(self, cursor: Cursor, *, is_live) -> Cursor:
+        """At the next block."""
+        one = jnp.where(is_live, jnp.int32(1), jnp.int32(0))
+        cursor = Cursor(cursor.block + 1, cursor.chunk, cursor.ring + one, cursor.live + one)
+        crosses = self.is_first_of_chunk(cursor) & self.is_inside(cursor)
 
-def next_live(read_block, block, num_blocks):
-    """The first block from this one on that has a live token; num_blocks when there is none."""
+        @pl.when(crosses)
+        def _():
+            self.leave(cursor.chunk)
+            self.enter(cursor.chunk + 1)
 
-    def is_dead(b):
-        # The last block is read once more past the end, and not used.
-        return (b < num_blocks) & ~read_block(jnp.minimum(b, num_blocks - 1)).is_live()
-
-    return lax.while_loop(is_dead, lambda b: b + 1, block)
+        chunk = cursor.chunk + jnp.where(crosses, jnp.int32(1), jnp.int32(0))
+        return cursor._replace(chunk=chunk)

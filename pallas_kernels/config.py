@@ -7,57 +7,114 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tables import ROW, STEP_CHUNK
+
 BLOCK_KV = 64
 """Tokens of one step of the kernel: small pages are gathered into it, large ones cut."""
 BLOCK_Q = 64
 """Query rows of one tile: the M of a warpgroup's matrix product."""
+NUM_CHUNKS = 3
+"""Chunks of the step table in shared memory: read, read by the slowest, and loaded."""
 MAX_SHARED_BYTES = 232_448
 """Shared memory that one thread block can have on Hopper (227 KiB)."""
 BARRIER_BYTES = 8
 
+_LIMITS = {"num_stages": 8, "num_query_buffers": 4, "num_compute_warpgroups": 2}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """How deep the kernel loads ahead.
+    """How a thread block is divided, and how deep it loads ahead.
 
     Attributes:
       num_stages: KV blocks in flight, each of K and V.
-      num_query_buffers: query tiles in flight; 2 lets the loads run into the next segment.
+      num_query_buffers: query tiles in shared memory, at least one for each compute warpgroup; one
+        more lets the loads run into the next segment.
+      num_compute_warpgroups: 2 give a segment of two tiles one each, and share the blocks of a
+        segment of one; 1 walks tile by tile.
+      interpretable: a slower body that the Mosaic interpreter can run: the weights pass through
+        shared memory, and nothing is said to the next launch.
     """
 
     num_stages: int = 4
-    num_query_buffers: int = 2
+    num_query_buffers: int = 3
+    num_compute_warpgroups: int = 2
+    interpretable: bool = False
 
     def __post_init__(self) -> None:
-        for name, most in (("num_stages", 8), ("num_query_buffers", 2)):
+        for name, most in _LIMITS.items():
             value = getattr(self, name)
             if not 1 <= value <= most:
                 raise ValueError(f"`{name}` must be between 1 and {most}; got {value}.")
+        if self.num_query_buffers < self.num_compute_warpgroups:
+            raise ValueError(
+                "`num_query_buffers` must be at least `num_compute_warpgroups`"
+                f" ({self.num_compute_warpgroups}); got {self.num_query_buffers}."
+            )
 
     @classmethod
     def heuristic(cls, head_dim: int, dtype: Any) -> Self:
-        """The deepest pipeline of at most 4 stages that fits in shared memory."""
+        """The deepest pipeline of at most 4 stages that fits, two compute warpgroups if they do."""
         for config in (
             cls(),
             cls(num_stages=3),
             cls(num_stages=2),
-            cls(num_stages=2, num_query_buffers=1),
+            cls(num_stages=2, num_query_buffers=2),
+            cls(num_stages=2, num_query_buffers=2, num_compute_warpgroups=1),
+            cls(num_stages=2, num_query_buffers=1, num_compute_warpgroups=1),
         ):
             if config.shared_bytes(head_dim, dtype) <= MAX_SHARED_BYTES:
                 return config
         raise ValueError(f"`head_dim` must be small enough for shared memory; got {head_dim}.")
 
+    @property
+    def num_arrivals(self) -> int:
+        """Warpgroups that must let go of a buffer before it is filled again."""
+        return self.num_compute_warpgroups
+
     def buffers(self, head_dim: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of the shared-memory buffers: queries, keys and values."""
-        return {
-            "q": jax.ShapeDtypeStruct((self.num_query_buffers, BLOCK_Q, head_dim), dtype),
-            "k": jax.ShapeDtypeStruct((self.num_stages, BLOCK_KV, head_dim), dtype),
-            "v": jax.ShapeDtypeStruct((self.num_stages, BLOCK_KV, head_dim), dtype),
+        """Shapes of the shared-memory buffers.
+
+        `q`, `k`, `v` and `steps` are loaded. With two compute warpgroups, the second hands its
+        state over through `acc`, `top` and `total`. `weights` are of the interpretable body.
+        """
+        wgs, struct = self.num_compute_warpgroups, jax.ShapeDtypeStruct
+        buffers = {
+            "q": struct((self.num_query_buffers, BLOCK_Q, head_dim), dtype),
+            "k": struct((self.num_stages, BLOCK_KV, head_dim), dtype),
+            "v": struct((self.num_stages, BLOCK_KV, head_dim), dtype),
+            "steps": struct((NUM_CHUNKS, STEP_CHUNK, ROW), jnp.int32),
         }
+        if wgs > 1:
+            buffers["acc"] = struct((BLOCK_Q, head_dim), jnp.float32)
+            buffers["top"] = buffers["total"] = struct((BLOCK_Q,), jnp.float32)
+        if self.interpretable:
+            buffers["weights"] = struct((wgs, BLOCK_Q, BLOCK_KV), dtype)
+        return buffers
+
+    def barriers(self, pages_per_block: int) -> dict[str, tuple[int, int]]:
+        """Barriers as (arrivals, how many).
+
+        `*_full`: filled by the memory warpgroup; `*_free`: let go by every compute warpgroup.
+        `v_clean`: the first of two has zeroed dead values that both read. `state_*`: the second's
+        state on its way to the first.
+        """
+        barriers = {
+            "q_full": (1, self.num_query_buffers),
+            "q_free": (self.num_arrivals, self.num_query_buffers),
+            "steps_full": (1, NUM_CHUNKS),
+            "steps_free": (self.num_arrivals, NUM_CHUNKS),
+            "kv_full": (2 * pages_per_block, self.num_stages),
+            "kv_free": (self.num_arrivals, self.num_stages),
+        }
+        if self.num_compute_warpgroups > 1:
+            barriers["v_clean"] = (1, self.num_stages)
+            barriers["state_full"] = barriers["state_free"] = (1, 1)
+        return barriers
 
     def shared_bytes(self, head_dim: int, dtype: Any) -> int:
         """Shared memory of the buffers and the barriers that guard them."""
         buffers = self.buffers(head_dim, dtype).values()
-        elements = sum(math.prod(buffer.shape) for buffer in buffers)
-        num_barriers = 2 * self.num_query_buffers + 4 * self.num_stages
-        return elements * jnp.dtype(dtype).itemsize + num_barriers * BARRIER_BYTES
+        num_bytes = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
+        num_barriers = sum(count for _, count in self.barriers(1).values())
+        return num_bytes + num_barriers * BARRIER_BYTES

@@ -1,6 +1,6 @@
 """Merging partial results by log-sum-exp: one launch on a Hopper GPU.
 
-A thread block owns 8 rows of one KV head. The slots of a tile are one run, and the block goes
+A thread block owns 8 rows by 64 columns of one KV head. The slots of a tile are one run, and the block goes
 through them in that order, a few at a time: the few's weights from their log-sum-exps first, then
 their outputs, whose loads are in flight together. The same bits every time. What was not written is
 selected away, never multiplied. A tile with a single slot has its final result already, and a tile
@@ -22,10 +22,13 @@ from jaxtyping import Array, Float32, Int32
 from pallas_kernels.compat import plgpu, rows_of_8_layout, store
 from pallas_kernels.config import BLOCK_Q
 
-BLOCK_ROWS = 8
-"""Rows of a thread block: loads are long, and there are blocks for all processors."""
-ROUND = 6
-"""Slots whose loads are in flight together; of 4, 6, 8 and 16 the fastest on an H200."""
+BLOCK_ROWS, BLOCK_COLUMNS = 8, 64
+"""Of a thread block: loads are long, and there are blocks for all processors."""
+ROUNDS = (18, 6)
+"""Slots whose loads are in flight together: of a tile with many slots, and of the last few.
+
+A round takes about 0.8 us on an H200, however many slots it has; too many waste loads.
+"""
 EMPTY = -1e30
 """A finite stand-in for the log-sum-exp of an empty slot: exp(-inf - -inf) is NaN."""
 
@@ -38,15 +41,20 @@ def _kernel(
     # inputs and outputs
     merged_gmem,  # [num_kv_heads, rows, head_dim] float32
     merged_lse_gmem,  # [num_kv_heads, rows] float32
+    *,
+    interpretable: bool,
 ):
-    # Before the first read: the bounds of the slots may come from a kernel still at work, too.
-    plgpu.griddepcontrol_wait()
-    block, kv_head = lax.axis_index("block"), lax.axis_index("kv_head")
-    blocks_per_tile = jnp.int32(BLOCK_Q // BLOCK_ROWS)
-    pair = lax.div(block, blocks_per_tile) * lax.axis_size("kv_head") + kv_head
+    num_kv_heads, _, head_dim = merged_gmem.shape
+    rest, part = _divide(lax.axis_index("block"), head_dim // BLOCK_COLUMNS)
+    block, kv_head = _divide(rest, num_kv_heads)
+    tile, in_tile = _divide(block, BLOCK_Q // BLOCK_ROWS)
+    pair = tile * num_kv_heads + kv_head
+    # The bounds were there before the kernel that is still at work: it takes them as an input.
     first, last = indptr_gmem[pair], indptr_gmem[pair + 1]
-    in_tile = pl.multiple_of(lax.rem(block, blocks_per_tile) * BLOCK_ROWS, BLOCK_ROWS)
-    in_all = pl.ds(pl.multiple_of(block * BLOCK_ROWS, BLOCK_ROWS), BLOCK_ROWS)
+    if not interpretable:
+        plgpu.griddepcontrol_wait()
+    in_slot, in_all = _range(in_tile, BLOCK_ROWS), _range(block, BLOCK_ROWS)
+    columns = _range(part, BLOCK_COLUMNS)
     by_element = rows_of_8_layout()
     by_row = by_element.reduce(1)
 
@@ -56,45 +64,66 @@ def _kernel(
     def load(place):
         """A slot's log-sum-exp and output; past the end the last slot's, and EMPTY."""
         slot = jnp.minimum(place, last - 1)
-        rows = pl.ds(in_tile, BLOCK_ROWS)
-        lse = plgpu.load(lse_gmem.at[slot, rows], layout=by_row, optimized=False)
-        part = plgpu.load(out_gmem.at[slot, rows], layout=by_element, optimized=False)
-        return jnp.where((lse > EMPTY) & (place < last), lse, EMPTY), part
+        lse = plgpu.load(lse_gmem.at[slot, in_slot], layout=by_row, optimized=False)
+        out = plgpu.load(out_gmem.at[slot, in_slot, columns], layout=by_element, optimized=False)
+        return jnp.where((lse == -jnp.inf) | (place >= last), EMPTY, lse), out
 
-    def add_round(i, carry):
+    def add_round(place, size, carry):
         top, acc, total = carry
-        loaded = [load(first + i * ROUND + j) for j in range(ROUND)]
+        loaded = [load(place + j) for j in range(size)]
         new_top = functools.reduce(jnp.maximum, [lse for lse, _ in loaded], top)
         decay = jnp.exp(top - new_top)
         acc, total = acc * lax.broadcast_in_dim(decay, acc.shape, [0]), total * decay
-        for lse, part in loaded:
-            weight = jnp.where(lse > EMPTY, jnp.exp(lse - new_top), 0.0)
+        for lse, out in loaded:
+            # Not `lse > EMPTY`: a NaN must not look like an empty slot.
+            weight = jnp.where(lse != EMPTY, jnp.exp(lse - new_top), 0.0)
             total += weight
-            weight = lax.broadcast_in_dim(weight, part.shape, [0])
-            acc += jnp.where(weight > 0, weight * part, 0.0)
+            weight = lax.broadcast_in_dim(weight, out.shape, [0])
+            acc += jnp.where(weight != 0, weight * out, 0.0)
         return new_top, acc, total
 
     @pl.when(last - first != 1)
     def _merge():
-        shape = (BLOCK_ROWS, merged_gmem.shape[2])
+        shape = (BLOCK_ROWS, BLOCK_COLUMNS)
         carry = (
             full(shape[:1], EMPTY, by_row),
             full(shape, 0, by_element),
             full(shape[:1], 0, by_row),
         )
-        rounds = lax.div(last - first + (ROUND - 1), jnp.int32(ROUND))
-        top, acc, total = lax.fori_loop(0, rounds, add_round, carry)
-        some = total > 0
+        long, short = ROUNDS
+        num_long = lax.div(jnp.maximum(last - first - short, 0) + (long - 1), jnp.int32(long))
+        rest = first + num_long * long
+        carry = lax.fori_loop(
+            0, num_long, lambda i, carry: add_round(first + i * long, long, carry), carry
+        )
+        top, acc, total = lax.cond(
+            rest < last, lambda carry: add_round(rest, short, carry), lambda carry: carry, carry
+        )
+        some = total != 0
         safe = jnp.where(some, total, 1.0)
-        merged_gmem[kv_head, in_all] = acc / lax.broadcast_in_dim(safe, acc.shape, [0])
+        merged_gmem[kv_head, in_all, columns] = acc * lax.broadcast_in_dim(1 / safe, acc.shape, [0])
         merged_lse = jnp.where(some, top + jnp.log(safe), -jnp.inf)
-        store(merged_lse_gmem.at[kv_head, in_all], merged_lse)
+
+        @pl.when(part == 0)
+        def _():
+            store(merged_lse_gmem.at[kv_head, in_all], merged_lse)
+
+
+def _divide(value, divisor: int):
+    """Quotient and remainder."""
+    return lax.div(value, jnp.int32(divisor)), lax.rem(value, jnp.int32(divisor))
+
+
+def _range(place, size: int):
+    return pl.ds(pl.multiple_of(place * size, size), size)
 
 
 def merge_partials(
     partials: tuple[Float32[Array, "slots 64 head_dim"], Float32[Array, "slots 64"]],
     indptr: Int32[Array, " tiles*num_kv_heads+1"],
     merged: tuple[Array, Array],
+    *,
+    interpretable: bool = False,
 ) -> tuple[Float32[Array, "num_kv_heads rows head_dim"], Float32[Array, "num_kv_heads rows"]]:
     """Output and natural log-sum-exp of every packed row; (0, -inf) for a tile without slots.
 
@@ -104,14 +133,16 @@ def merge_partials(
         [indptr[p], indptr[p + 1]).
       merged: out `[num_kv_heads, rows, head_dim]` and lse `[num_kv_heads, rows]`, float32, with the
         final rows of the tiles that have one slot; updated in place.
+      interpretable: for the Mosaic interpreter, which knows no launch but this one.
     """
-    num_kv_heads, rows, _ = merged[0].shape
+    num_kv_heads, rows, head_dim = merged[0].shape
+    # One long axis, tile by tile: those without slots come last.
+    num_blocks = num_kv_heads * (rows // BLOCK_ROWS) * (head_dim // BLOCK_COLUMNS)
     kernel = plgpu.kernel(
-        _kernel,
+        functools.partial(_kernel, interpretable=interpretable),
         out_type=(),
-        # The last axis may be the longest: the others stop at 65,535.
-        grid=(num_kv_heads, rows // BLOCK_ROWS),
-        grid_names=("kv_head", "block"),
+        grid=(num_blocks,),
+        grid_names=("block",),
         # No thread reads what it or another writes, so no barrier need follow a load.
         compiler_params=plgpu.CompilerParams(approx_math=False, unsafe_no_auto_barriers=True),
     )

@@ -1,0 +1,283 @@
+"""The compute warpgroups: attention of 64 query rows over a segment's blocks.
+
+S = Q K^T from shared memory, weights from registers, O += P V. With two of them, a segment of two
+tiles gives each its tile, and both read every block; a segment of one tile gives each every other
+block, and the second hands its state to the first at the end. Every warpgroup waits for and lets go
+of every buffer; those outside its share it only passes by.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import Block, Cursor, Walk, any_of
+from pallas_kernels.compat import plgpu
+from pallas_kernels.config import BLOCK_KV, BLOCK_Q
+from pallas_kernels.launch import Launch, Segment, over_segments, read_work
+from pallas_kernels.softmax import LN_2, MASKED, State, scale_rows
+
+
+class _Task(NamedTuple):
+    """One warpgroup's part of a segment.
+
+    Attributes:
+      warpgroup: 0 or 1.
+      is_wide: the segment has two tiles, one for each warpgroup.
+      tile: this warpgroup's tile of the whole line.
+      query: the number of its filling of the query ring.
+    """
+
+    warpgroup: Any
+    is_wide: Any
+    tile: Any
+    query: Any
+
+    def has(self, cursor: Cursor):
+        """Whether a live block is this warpgroup's."""
+        return self.is_wide | ((cursor.live & 1) == self.warpgroup)
+
+
+def compute_segments(launch: Launch, warpgroup) -> None:
+    """Writes the results of this warpgroup's parts of all segments."""
+    config, smem = launch.config, launch.smem
+    is_pair = config.num_compute_warpgroups > 1
+    head_dim = smem["q"].shape[2]
+
+    def run_segment(segment: Segment, step_after, carry):
+        del step_after
+        cursor, num_queries, num_handed = carry
+        is_wide = segment.num_tiles > 1 if is_pair else jnp.bool_(True)
+        mine = jnp.where(is_wide, warpgroup, 0) if is_pair else jnp.int32(0)
+        task = _Task(warpgroup, is_wide, segment.tile + mine, num_queries + mine)
+        _for_queries(launch, segment, lambda t: wait_for("q", num_queries + t))
+        cursor, state = _attend(launch, segment, task, cursor, State.empty(head_dim))
+        _for_queries(launch, segment, lambda t: let_go("q", num_queries + t))
+        if not is_pair:
+            _write(launch, segment, task, state)
+            return cursor, num_queries + segment.num_tiles, num_handed
+
+        @pl.when(is_wide | ((cursor.live < 2) & (warpgroup == 0)))
+        def _():
+            _write(launch, segment, task, state)
+
+        # The second of two has nothing to hand over if there was but one block.
+        is_split = ~is_wide & (cursor.live > 1)
+
+        @pl.when(is_split & (warpgroup == 1))
+        def _():
+            _hand_over(launch, state, num_handed)
+
+        @pl.when(is_split & (warpgroup == 0))
+        def _():
+            _write(launch, segment, task, state.merged(_take_over(launch)))
+
+        handed = jnp.where(is_split, jnp.int32(1), jnp.int32(0))
+        return cursor, num_queries + segment.num_tiles, num_handed + handed
+
+    def wait_for(name, count):
+        plgpu.barrier_wait(launch.barrier(f"{name}_full", count))
+
+    def let_go(name, count):
+        plgpu.barrier_arrive(launch.barrier(f"{name}_free", count))
+
+    start = (Cursor.start(), jnp.int32(0), jnp.int32(0))
+    _, _, num_handed = over_segments(launch, read_work(launch), run_segment, start)
+    if is_pair:
+
+        @pl.when((warpgroup == 1) & (num_handed > 0))
+        def _():
+            plgpu.barrier_wait(launch.barriers["state_free"])
+
+
+def _for_queries(launch: Launch, segment: Segment, action) -> None:
+    """Does it for each of the segment's query tiles."""
+    action(0)
+    if launch.config.num_compute_warpgroups > 1:
+
+        @pl.when(segment.num_tiles > 1)
+        def _():
+            action(1)
+
+
+def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state: State):
+    """The cursor past the segment, and the state with the task's blocks."""
+    smem, page_size = launch.smem, launch.page_size
+
+    def enter(chunk):
+        plgpu.barrier_wait(launch.barrier("steps_full", chunk))
+
+    def leave(chunk):
+        plgpu.barrier_arrive(launch.barrier("steps_free", chunk))
+
+    walk = Walk(smem["steps"], segment.num_steps, page_size, enter, leave)
+
+    def is_foreign(cursor: Cursor):
+        return walk.is_inside(cursor) & ~(walk.read(cursor).is_live() & task.has(cursor))
+
+    def pass_by(cursor: Cursor):
+        is_live = walk.read(cursor).is_live()
+
+        @pl.when(is_live)
+        def _():
+            plgpu.barrier_wait(launch.barrier("kv_full", cursor.ring))
+            plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
+
+        return walk.skip(cursor, is_live=is_live)
+
+    def run_block(carry):
+        cursor, state = carry
+        block, stage = walk.read(cursor), launch.place("kv", cursor.ring)
+        plgpu.barrier_wait(launch.barrier("kv_full", cursor.ring))
+        scores = _scores(launch, task, stage, block)
+        top = jnp.maximum(state.top, scores.max(axis=1))
+        decay = jnp.exp2(state.top - top)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
+        total = state.total * decay + weights.sum(axis=1)
+        acc = scale_rows(state.acc, decay)
+        _drop_dead_values(launch, task, stage, block)
+        acc = _add_product(launch, task, acc, weights.astype(smem["v"].dtype), stage)
+        plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
+        cursor = lax.while_loop(is_foreign, pass_by, walk.skip(cursor, is_live=True))
+        return cursor, State(acc, top, total)
+
+    cursor = lax.while_loop(is_foreign, pass_by, walk.begin(cursor))
+    cursor, state = lax.while_loop(
+        lambda carry: walk.is_inside(carry[0]), run_block, (cursor, state)
+    )
+    walk.end(cursor)
+    return cursor, state
+
+
+def _scores(launch: Launch, task: _Task, stage, block: Block):
+    """Scaled scores in base 2, masked, [64 query rows, 64 tokens]."""
+    q, k = launch.smem["q"].at[launch.place("q", task.query)], launch.smem["k"].at[stage]
+
+    def product(acc):
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        return acc[...]
+
+    scores = pl.run_scoped(product, plgpu.ACC((BLOCK_Q, BLOCK_KV), jnp.float32))
+    scores = scores * (launch.logits_scale / LN_2)
+    first_row = task.tile * BLOCK_Q
+
+    def mask_rows(scores):
+        row = first_row + plgpu.broadcasted_iota(
+            jnp.int32, (BLOCK_Q,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
+        )
+        mine = (row >= block.row_lo[0]) & (row < block.row_hi[0])
+        # A select, not a bias: what is no number must not reach the rows of others.
+        return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, MASKED)
+
+    def mask_all(scores):
+        # Dead rows of K may hold NaN: select, do not add.
+        row, column = (
+            plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=plgpu.Layout.WGMMA)
+            for axis in (0, 1)
+        )
+        row += first_row
+        live = any_of(
+            (column >= lo) & (column < hi) & (row >= row_lo) & (row < row_hi)
+            for lo, hi, row_lo, row_hi in zip(*block[1:5], strict=True)
+        )
+        return jnp.where(live, scores, MASKED)
+
+    return lax.cond(block.is_plain(launch.page_size), mask_rows, mask_all, scores)
+
+
+def _drop_dead_values(launch: Launch, task: _Task, stage, block: Block) -> None:
+    """Zeroes the dead rows of V: their weights are 0, but 0 * NaN is NaN.
+
+    Where both warpgroups read the block, the first zeroes for both.
+    """
+    v = launch.smem["v"].at[stage]
+
+    def zero():
+        row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        spans = zip(block.col_lo, block.col_hi, strict=True)
+        live = any_of((row >= lo) & (row < hi) for lo, hi in spans)
+        values = plgpu.load(v, layout=plgpu.Layout.WGMMA, optimized=False)
+        v[...] = jnp.where(live, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
+
+    @pl.when(~block.is_full(launch.page_size))
+    def _():
+        if launch.config.num_compute_warpgroups == 1:
+            zero()
+            return
+        clean = launch.barriers["v_clean"].at[stage]
+        waits = task.is_wide & (task.warpgroup == 1)
+
+        @pl.when(~waits)
+        def _():
+            zero()
+
+            @pl.when(task.is_wide)
+            def _():
+                plgpu.barrier_arrive(clean)
+
+        @pl.when(waits)
+        def _():
+            plgpu.barrier_wait(clean)
+
+
+def _add_product(launch: Launch, task: _Task, acc, weights, stage):
+    """acc + weights @ V."""
+    v = launch.smem["v"].at[stage]
+    if not launch.config.interpretable:
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v))(plgpu.ACC.init(acc))
+    in_smem = launch.smem["weights"].at[task.warpgroup]
+    in_smem[...] = weights
+    plgpu.commit_smem()
+
+    def product(ref):
+        plgpu.wgmma(ref, in_smem, v)
+        return ref[...]
+
+    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def _hand_over(launch: Launch, state: State, num_handed) -> None:
+    """The second warpgroup's state into shared memory, once the first has taken the last one."""
+
+    @pl.when(num_handed > 0)
+    def _():
+        plgpu.barrier_wait(launch.barriers["state_free"])
+
+    for name, values in state._asdict().items():
+        launch.smem[name][...] = values
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(launch.barriers["state_full"])
+
+
+def _take_over(launch: Launch) -> State:
+    """The second warpgroup's state, by the first."""
+    smem, by_row = launch.smem, plgpu.Layout.WGMMA.reduce(1)
+    plgpu.barrier_wait(launch.barriers["state_full"])
+    state = State(
+        plgpu.load(smem["acc"], layout=plgpu.Layout.WGMMA, optimized=False),
+        plgpu.load(smem["top"], layout=by_row, optimized=False),
+        plgpu.load(smem["total"], layout=by_row, optimized=False),
+    )
+    plgpu.barrier_arrive(launch.barriers["state_free"])
+    return state
+
+
+def _write(launch: Launch, segment: Segment, task: _Task, state: State) -> None:
+    """The task's result to its slot, or to its final place if the tile has no other slot."""
+    out, lse = state.normalised()
+    outputs, second = launch.outputs, task.tile - segment.tile
+    slot = jnp.where(second == 0, segment.slot, segment.second_slot)
+    is_final = (lax.shift_right_logical(segment.final, second) & 1) == 1
+    rows = pl.ds(pl.multiple_of(task.tile * BLOCK_Q, BLOCK_Q), BLOCK_Q)
+
+    @pl.when(is_final)
+    def _():
+        outputs.merged_out[segment.kv_head, rows] = out
+        outputs.merged_lse[segment.kv_head, rows] = lse
+
+    @pl.when(~is_final)
+    def _():
+        outputs.out[slot] = out
+        outputs.lse[slot] = lse

@@ -1,0 +1,118 @@
+"""The memory warpgroup: runs ahead of the others, through rings of shared memory.
+
+Query tiles go into one ring, KV blocks of 64 tokens into another, chunks of the step table into a
+third. It never waits for a segment to end, only for a buffer to be free.
+"""
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import Block, Cursor, Walk
+from pallas_kernels.compat import plgpu
+from pallas_kernels.config import BLOCK_KV, BLOCK_Q
+from pallas_kernels.launch import Launch, Segment, over_segments, read_work
+from pallas_kernels.tables import STEP_CHUNK
+
+
+def load_segments(launch: Launch) -> None:
+    """Loads what the compute warpgroups need, in their order."""
+    inputs, page_size = launch.inputs, launch.page_size
+    offset = inputs.page_offset[0]
+
+    def wait_until_free(name, count):
+        @pl.when(count >= launch.num_buffers(name))
+        def _():
+            plgpu.barrier_wait(launch.barrier(f"{name}_free", count))
+
+    def load_chunk(count, step_lo):
+        wait_until_free("steps", count)
+        plgpu.copy_gmem_to_smem(
+            inputs.steps.at[pl.ds(step_lo, STEP_CHUNK)],
+            launch.smem["steps"].at[launch.place("steps", count)],
+            launch.barrier("steps_full", count),
+        )
+
+    def load_queries(segment: Segment, count):
+        for t in range(launch.config.num_compute_warpgroups):
+
+            @pl.when(t < segment.num_tiles)
+            def _(t=t):
+                wait_until_free("q", count + t)
+                row = pl.multiple_of((segment.tile + t) * BLOCK_Q, BLOCK_Q)
+                plgpu.copy_gmem_to_smem(
+                    inputs.q.at[segment.kv_head, pl.ds(row, BLOCK_Q)],
+                    launch.smem["q"].at[launch.place("q", count + t)],
+                    launch.barrier("q_full", count + t),
+                )
+
+    def load_block(name, block: Block, kv_head, ring):
+        stage = launch.smem[name].at[launch.place("kv", ring)]
+        rows = min(page_size, BLOCK_KV)
+        for j, page in enumerate(block.pages):
+            source = getattr(inputs, name).at[page + offset, kv_head]
+            if page_size > BLOCK_KV:
+                start = pl.multiple_of(block.part * BLOCK_KV, BLOCK_KV)
+                source = source.at[pl.ds(start, BLOCK_KV)]
+            target = stage.at[pl.ds(j * rows, rows)] if len(block.pages) > 1 else stage
+            plgpu.copy_gmem_to_smem(source, target, launch.barrier("kv_full", ring))
+
+    def run_segment(segment: Segment, step_after, carry):
+        cursor, num_queries = carry
+
+        def enter(chunk):
+            plgpu.barrier_wait(launch.barrier("steps_full", chunk))
+
+        def load_next_chunk(cursor: Cursor):
+            # Of this segment or of the next one, while this one is walked.
+            done = (cursor.chunk - first_chunk + 1) * STEP_CHUNK
+            following = jnp.where(done < segment.num_steps, segment.step_lo + done, step_after())
+
+            @pl.when(following >= 0)
+            def _():
+                load_chunk(cursor.chunk + 1, following)
+
+        first_chunk = cursor.chunk + 1
+        walk = Walk(launch.smem["steps"], segment.num_steps, page_size, enter, lambda chunk: None)
+
+        load_queries(segment, num_queries)
+
+        def run_block(cursor: Cursor):
+            block = walk.read(cursor)
+            is_live = block.is_live()
+
+            @pl.when(is_live)
+            def _():
+                wait_until_free("kv", cursor.ring)
+                load_block("k", block, segment.kv_head, cursor.ring)
+                load_block("v", block, segment.kv_head, cursor.ring)
+
+            # After the block's own loads, which nothing should delay.
+            @pl.when(walk.is_first_of_chunk(cursor))
+            def _():
+                load_next_chunk(cursor)
+
+            return walk.skip(cursor, is_live=is_live)
+
+        cursor = lax.while_loop(walk.is_inside, run_block, walk.begin(cursor))
+        walk.end(cursor)
+        return cursor, num_queries + segment.num_tiles
+
+    # By ordinary loads, beside those of the worker's row: one trip to memory instead of two.
+    first_steps, work = inputs.first_steps[lax.axis_index("worker")], read_work(launch)
+    launch.smem["steps"][0] = first_steps
+    plgpu.barrier_arrive(launch.barriers["steps_full"].at[0])
+    start = (Cursor.start(), jnp.int32(0))
+    cursor, num_queries = over_segments(launch, work, run_segment, start)
+    counts = {"q": num_queries, "kv": cursor.ring, "steps": cursor.chunk + 1}
+    for name, count in counts.items():
+        _drain(launch, name, count)
+
+
+def _drain(launch: Launch, name: str, count) -> None:
+    """Waits for the last use of every buffer, so that each arrival was waited for."""
+    for back in range(launch.num_buffers(name)):
+
+        @pl.when(count > back)
+        def _(back=back):
+            plgpu.barrier_wait(launch.barrier(f"{name}_free", count - 1 - back))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("num_pages", [131_080, 262_160], ids=["2**31", "2**32"])
 def test_live_tokens_in_the_last_pages_of_a_huge_pool(num_pages):
-    """Elements of K pass 2**31 and 2**32; everything but the last pages holds NaN."""
+    """O05 (vllm#50427, flashinfer#3136): elements of K pass 2**31 and 2**32; all else is NaN."""
     lists = [[1] * 40 + [2 + i] * 25 for i in range(6)]
     batch = make_batch(
         lists,

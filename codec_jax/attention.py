@@ -84,7 +84,8 @@ def attend(
 
     Returns:
       Partial: out in q's dtype, lse float32 `[batch, num_q_heads]`; (0, -inf) for a request
-      without keys.
+      without keys. A NaN or an infinity in a live key comes out in the rows that see it; one in a
+      live value may also reach rows computed beside them (a tile of 64 packed rows: 0 * NaN).
 
     Raises:
       ValueError: shapes that do not fit each other, or an unknown implementation.

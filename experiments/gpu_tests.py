@@ -41,14 +41,19 @@ class _Count:
             self.skipped += 1
 
 
-def run(*, commit: str | None = None, select: str = "") -> dict[str, Any]:
-    """The outcome of all tests marked `gpu`, those that `select` (pytest's -k) matches."""
+def run(*, commit: str | None = None, select: str = "", num_processes: int = 0) -> dict[str, Any]:
+    """The outcome of all tests marked `gpu`, those that `select` (pytest's -k) matches.
+
+    Most of the time is compilation: several processes (pytest-xdist) share the GPU.
+    """
     count, start = _Count(), time.perf_counter()
     files = sorted(map(str, (_REPOSITORY / "tests").glob("test_gpu*.py")))
     # The GPU's machine may have an older pytest, and packages that warn.
     leniently = ["-o", "minversion=1.0", "-W", "ignore::DeprecationWarning"]
     arguments = ["-m", "gpu", "-q", "--durations=8", "-p", "no:cacheprovider", *leniently]
-    pytest.main([*files, *arguments, *(["-k", select] if select else [])], plugins=[count])
+    arguments += ["-k", select] if select else []
+    arguments += ["-n", str(num_processes), "--dist", "loadfile"] if num_processes else []
+    pytest.main([*files, *arguments], plugins=[count])
     seconds = round(time.perf_counter() - start, 1)
     return {**dataclasses.asdict(count), "seconds": seconds, **provenance(commit)}
 
@@ -58,11 +63,13 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("commit", None, "of a tree without its repository", flag_values=values)
     flags.DEFINE_string("select", "", "pytest's -k", flag_values=values)
+    flags.DEFINE_integer("num_processes", 0, "0: this one alone", flag_values=values)
     flags.DEFINE_string("output", None, "JSON file", flag_values=values)
 
     def command() -> int:
         parse_flags(argv, values)
-        result = run(commit=values["commit"].value, select=str(values["select"].value))
+        names = ("commit", "select", "num_processes")
+        result = run(**{name: values[name].value for name in names})
         text = json.dumps(result, indent=1)
         print(text)
         if values["output"].value:

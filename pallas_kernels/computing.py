@@ -223,7 +223,7 @@ def _drop_dead_values(launch: Launch, task: _Task, stage, block: Block) -> None:
 
 
 def _add_product(launch: Launch, task: _Task, acc, weights, stage):
-    """acc + weights @ V."""
+    """The accumulator with weights @ V added."""
     v = launch.smem["v"].at[stage]
     if not launch.config.interpretable:
         return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v))(plgpu.ACC.init(acc))

@@ -90,7 +90,7 @@ def seeing_rows(kind, batch, token):
 
 def sharing_tiles(plan, seeing):
     """Rows in the tiles of those: a value that is NaN, times a weight of 0, is NaN there too."""
-    tile = np.repeat(plan.packed_row // 64, COMMON.num_kv_heads, axis=0).reshape(seeing.shape)
+    tile = np.tile(plan.packed_row[: len(seeing)] // 64, (1, COMMON.num_kv_heads))
     shares = np.zeros_like(seeing)
     for t in np.unique(tile):
         heads = np.arange(COMMON.num_q_heads) // COMMON.group_size

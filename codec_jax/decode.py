@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from codec_jax.attention import PreparedPlan, prepare_plan, resolve_plan
 from codec_jax.attention_layer import layer_attention
@@ -72,6 +74,18 @@ class DecodeState:
     stop_ids: Int32[Array, " stop_ids"]
 
 
+class Decoding(NamedTuple):
+    """The two device programs of a run.
+
+    Attributes:
+      first: called as `draw_first`, once.
+      steps: called as `decode_steps`, once for each visit of the host.
+    """
+
+    first: Callable[..., DecodeState]
+    steps: Callable[..., DecodeState]
+
+
 @functools.partial(jax.jit, static_argnames="graphdef", donate_argnames="state")
 def draw_first(
     params: nnx.State,
@@ -117,6 +131,16 @@ def decode_step(
     The plan must reach one token past the lengths of the private leaves, and the stack must hold a
     page for each leaf whose last page is full.
     """
+    return _draw(*step_logits(decoder, state, prepared, implementation=implementation))
+
+
+def step_logits(
+    decoder: Decoder, state: DecodeState, prepared: PreparedPlan, *, implementation: str
+) -> tuple[DecodeState, Float32[Array, "batch vocab"]]:
+    """The state with every running row's last token in the pool, and the logits of its next one.
+
+    A row that has ended has logits of no meaning. `record_tokens` completes the step.
+    """
     state, slots = _make_room(state)
     rows = state.rows
     page_size = state.pool.page_size
@@ -124,7 +148,27 @@ def decode_step(
     attention = layer_attention(resolved, slots, implementation=implementation)
     token = jnp.where(rows.status == RUNNING, rows.token, 0)
     hidden, pool = decoder(token, rows.position, state.pool, attention)
-    return _draw(dataclasses.replace(state, pool=pool), decoder.logits(hidden))
+    return dataclasses.replace(state, pool=pool), decoder.logits(hidden)
+
+
+def record_tokens(state: DecodeState, token: Int32[Array, " batch"]) -> DecodeState:
+    """The state with a token added to each running row, and the rows ended that it ends."""
+    rows = state.rows
+    is_running = rows.status == RUNNING
+    batch, width = state.new_tokens.shape
+    column = jnp.where(is_running, rows.num_new, width)
+    new_tokens = state.new_tokens.at[iota(batch), column].set(token, mode="drop")
+    num_new = rows.num_new + is_running.astype(jnp.int32)
+    is_stop = jnp.any(token[:, None] == state.stop_ids[None, :], axis=1)
+    status = jnp.where(is_stop, STOPPED, jnp.where(num_new >= rows.max_new, FULL, RUNNING))
+    rows = dataclasses.replace(
+        rows,
+        token=jnp.where(is_running, token, rows.token),
+        position=rows.position + is_running.astype(jnp.int32),
+        num_new=num_new,
+        status=jnp.where(is_running, status, rows.status),
+    )
+    return dataclasses.replace(state, rows=rows, new_tokens=new_tokens)
 
 
 def _make_room(state: DecodeState) -> tuple[DecodeState, TokenSlots]:
@@ -150,21 +194,5 @@ def _make_room(state: DecodeState) -> tuple[DecodeState, TokenSlots]:
 
 
 def _draw(state: DecodeState, logits: Float[Array, "batch vocab"]) -> DecodeState:
-    """Draws and records a token for each running row, and ends the rows that it ends."""
-    rows = state.rows
-    is_running = rows.status == RUNNING
-    token = sample(logits, rows.sampling, rows.num_new)
-    batch, width = state.new_tokens.shape
-    column = jnp.where(is_running, rows.num_new, width)
-    new_tokens = state.new_tokens.at[iota(batch), column].set(token, mode="drop")
-    num_new = rows.num_new + is_running.astype(jnp.int32)
-    is_stop = jnp.any(token[:, None] == state.stop_ids[None, :], axis=1)
-    status = jnp.where(is_stop, STOPPED, jnp.where(num_new >= rows.max_new, FULL, RUNNING))
-    rows = dataclasses.replace(
-        rows,
-        token=jnp.where(is_running, token, rows.token),
-        position=rows.position + is_running.astype(jnp.int32),
-        num_new=num_new,
-        status=jnp.where(is_running, status, rows.status),
-    )
-    return dataclasses.replace(state, rows=rows, new_tokens=new_tokens)
+    """The state after a token was drawn for each running row."""
+    return record_tokens(state, sample(logits, state.rows.sampling, state.rows.num_new))

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 
+from codec_jax.decode import Decoding
 from codec_jax.generate_batch import Batch, Options
 from codec_jax.generate_loop import Loop
 from codec_jax.generate_memory import Memory
@@ -94,6 +95,7 @@ class Generation:
       prompts: strings (a BOS token is added where the tokenizer has one) or lists of token ids.
       sampling: how to draw, for all prompts or one for each.
       options: page size, policy, implementation and loop sizes.
+      decoding: programs to run in place of the library's own, such as `generate_forced`'s.
 
     Raises:
       ValueError: bad prompts or settings, before any work.
@@ -106,11 +108,12 @@ class Generation:
         *,
         sampling: Sampling | Sequence[Sampling] | None = None,
         options: Options | None = None,
+        decoding: Decoding | None = None,
     ):
         self.requests = read_requests(model, prompts, Sampling() if sampling is None else sampling)
         self._tokenizer = model.tokenizer
         self._batch = Batch(model, self.requests, options=options or Options())
-        self._loop = Loop(model, self._batch)
+        self._loop = Loop(model, self._batch, decoding=decoding)
         self._new_ids: list[tuple[int, ...]] = [() for _ in self.requests]
         self._reasons: list[str | None] = [None for _ in self.requests]
         self._visits = self._run()

@@ -9,7 +9,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from codec_jax.decode import FULL, RUNNING, STOPPED, DecodeState, RowState, decode_steps, draw_first
+from codec_jax.decode import (
+    FULL,
+    RUNNING,
+    STOPPED,
+    DecodeState,
+    Decoding,
+    RowState,
+    decode_steps,
+    draw_first,
+)
 from codec_jax.forest_arrays import ForestArrays, ForestCapacity
 from codec_jax.forest_prefill import PrefillChunk
 from codec_jax.generate_batch import Batch
@@ -49,8 +58,9 @@ class Loop:
     and the pool again afterwards, however the run ends.
     """
 
-    def __init__(self, model: LoadedModel, batch: Batch):
+    def __init__(self, model: LoadedModel, batch: Batch, *, decoding: Decoding | None = None):
         self._batch = batch
+        self._decoding = decoding or Decoding(draw_first, decode_steps)
         self._graphdef, self._params = nnx.split(model.decoder)
         self._stop_ids = np.array(model.tokenizer.stop_ids or (-1,), np.int32)
         self._reclaimed: set[int] = set()
@@ -69,7 +79,9 @@ class Loop:
         state = self._first_state(prefilled.pool, arrays)
         self._num_free = int(jax.device_get(state.num_free))
         try:
-            state = draw_first(self._params, state, prefilled.last_hidden, graphdef=self._graphdef)
+            state = self._decoding.first(
+                self._params, state, prefilled.last_hidden, graphdef=self._graphdef
+            )
             most = max(request.sampling.max_new_tokens for request in batch.requests)
             capacity = batch.plan_capacity(arrays, num_new_tokens=most)
             while True:
@@ -86,7 +98,7 @@ class Loop:
                     num_new_tokens=steps,
                     capacity=capacity,
                 )
-                state = decode_steps(
+                state = self._decoding.steps(
                     self._params,
                     state,
                     plan,

@@ -27,6 +27,32 @@ def check_writable(path: str | Path) -> None:
     probe.unlink()
 
 
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file with one JSON object a line; empty lines are passed over.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: a line is no JSON object, or the file is no UTF-8.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error}") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{place}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}: a line must hold an object; got {type(row).__name__}.")
+        rows.append(row)
+    return rows
+
+
 def write_json_lines(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:
     """Writes one object a line in UTF-8, and replaces `path` when all of them are on the disk.
 

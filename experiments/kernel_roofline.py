@@ -33,7 +33,7 @@ from codec_jax.attention_rows import pack_rows
 from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
 from experiments.dense_check import max_relative_error
 from experiments.json_lines import check_writable, write_json_lines
-from experiments.provenance import provenance
+from experiments.provenance import implementation_in, provenance
 from experiments.timing import Timing, time_calls
 from experiments.workloads import Workload, load_workloads
 
@@ -210,11 +210,6 @@ def _compile(step: _Step):
 
     compiled = jax.jit(attention).lower(rows, step.kv.pool, resolved).compile()
     return compiled, lambda: compiled(rows, step.kv.pool, resolved)
-
-
-def implementation_in(hlo: str) -> str:
-    """What a compiled program runs: "mosaic_gpu" if it calls a Mosaic kernel, else "xla"."""
-    return "mosaic_gpu" if "mosaic_gpu" in hlo else "xla"
 
 
 def _plan_us(workload: Workload, policy: str, step: _Step) -> float:

@@ -34,6 +34,11 @@ def commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
+def implementation_in(hlo: str) -> str:
+    """What a compiled program runs: "mosaic_gpu" if it calls a Mosaic kernel, else "xla"."""
+    return "mosaic_gpu" if "mosaic_gpu" in hlo else "xla"
+
+
 def provenance(known_commit: str | None = None) -> dict[str, str]:
     """Fields of a result row: device, jax, commit, tree_hash, date.
 

@@ -42,7 +42,7 @@ FLOORS = (
             "codec_jax.planning",
         ),
     ),
-    Floor(4, ("codec_jax.decode", "codec_jax.prefill", "codec_jax.sampling")),
+    Floor(4, ("codec_jax.decode*", "codec_jax.prefill", "codec_jax.sampling")),
     Floor(5, ("codec_jax.generate*", "codec_jax")),
     Floor(6, ("experiments",)),
 )

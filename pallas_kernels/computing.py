@@ -162,6 +162,9 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
     scores = scores * (launch.logits_scale / LN_2)
     first_row = task.tile * BLOCK_Q
 
+    def mask_none(scores):
+        return scores
+
     def mask_rows(scores):
         row = first_row + plgpu.broadcasted_iota(
             jnp.int32, (BLOCK_Q,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
@@ -183,7 +186,9 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
         )
         return jnp.where(live, scores, MASKED)
 
-    return lax.cond(block.is_plain(launch.page_size), mask_rows, mask_all, scores)
+    covers = (block.row_lo[0] <= first_row) & (block.row_hi[0] >= first_row + BLOCK_Q)
+    masks = jnp.where(block.is_plain(launch.page_size), jnp.where(covers, 0, 1), 2)
+    return lax.switch(masks, [mask_none, mask_rows, mask_all], scores)
 
 
 def _drop_dead_values(launch: Launch, task: _Task, stage, block: Block) -> None:

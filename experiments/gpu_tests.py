@@ -53,7 +53,7 @@ def run(*, commit: str | None = None, select: str = "", num_processes: int = 0) 
     leniently += ["-p", "no:benchmark"]  # it warns where there are several processes
     arguments = ["-m", "gpu", "-q", "--durations=8", "-p", "no:cacheprovider", *leniently]
     arguments += ["-k", select] if select else []
-    arguments += ["-n", str(num_processes), "--dist", "loadfile"] if num_processes else []
+    arguments += ["-n", str(num_processes), "--dist", "loadgroup"] if num_processes else []
     pytest.main([*files, *arguments], plugins=[count])
     seconds = round(time.perf_counter() - start, 1)
     return {**dataclasses.asdict(count), "seconds": seconds, **provenance(commit)}

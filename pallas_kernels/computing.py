@@ -2,8 +2,8 @@
 
 S = Q K^T from shared memory, weights from registers, O += P V. With two of them, a segment of two
 tiles gives each its tile, and both read every block; a segment of one tile gives each every other
-block, and the second hands its state to the first at the end. Every warpgroup waits for and lets go
-of every buffer; those outside its share it only passes by.
+block, and the one that is done first hands its state to the other. Every warpgroup waits for every
+arrival and lets go of every buffer; what is outside its share it only passes by.
 """
 
 from typing import Any, NamedTuple
@@ -62,14 +62,19 @@ def compute_segments(launch: Launch, warpgroup) -> None:
         def _():
             _write(launch, segment, task, state)
 
-        # The second of two has nothing to hand over if there was but one block.
+        # There is nothing to hand over if there was but one block.
         is_split = ~is_wide & (cursor.live > 1)
+        is_last = ((cursor.live - 1) & 1) == warpgroup
 
-        @pl.when(is_split & (warpgroup == 1))
+        @pl.when(is_split & (num_handed > 0))
         def _():
-            _hand_over(launch, state, num_handed)
+            plgpu.barrier_wait(launch.barriers["state_free"])
 
-        @pl.when(is_split & (warpgroup == 0))
+        @pl.when(is_split & ~is_last)
+        def _():
+            _hand_over(launch, state)
+
+        @pl.when(is_split & is_last)
         def _():
             _write(launch, segment, task, state.merged(_take_over(launch)))
 
@@ -86,7 +91,7 @@ def compute_segments(launch: Launch, warpgroup) -> None:
     _, _, num_handed = over_segments(launch, read_work(launch), run_segment, start)
     if is_pair:
 
-        @pl.when((warpgroup == 1) & (num_handed > 0))
+        @pl.when(num_handed > 0)
         def _():
             plgpu.barrier_wait(launch.barriers["state_free"])
 
@@ -243,21 +248,18 @@ def _add_product(launch: Launch, task: _Task, acc, weights, stage):
     return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
 
-def _hand_over(launch: Launch, state: State, num_handed) -> None:
-    """The second warpgroup's state into shared memory, once the first has taken the last one."""
-
-    @pl.when(num_handed > 0)
-    def _():
-        plgpu.barrier_wait(launch.barriers["state_free"])
-
+def _hand_over(launch: Launch, state: State) -> None:
+    """This warpgroup's state into shared memory, for the other."""
     for name, values in state._asdict().items():
         launch.smem[name][...] = values
     plgpu.commit_smem()
     plgpu.barrier_arrive(launch.barriers["state_full"])
+    # Nothing to wait for; but who waits for a barrier once must wait for its every phase.
+    plgpu.barrier_wait(launch.barriers["state_full"])
 
 
 def _take_over(launch: Launch) -> State:
-    """The second warpgroup's state, by the first."""
+    """The other warpgroup's state."""
     smem, by_row = launch.smem, plgpu.Layout.WGMMA.reduce(1)
     plgpu.barrier_wait(launch.barriers["state_full"])
     state = State(

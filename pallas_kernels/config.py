@@ -75,7 +75,7 @@ class KernelConfig:
     def buffers(self, head_dim: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of the shared-memory buffers.
 
-        `q`, `k`, `v` and `steps` are loaded. With two compute warpgroups, the second hands its
+        `q`, `k`, `v` and `steps` are loaded. With two compute warpgroups, one hands its
         state over through `acc`, `top` and `total`. `weights` are of the interpretable body.
         """
         wgs, struct = self.num_compute_warpgroups, jax.ShapeDtypeStruct
@@ -96,8 +96,8 @@ class KernelConfig:
         """Barriers as (arrivals, how many).
 
         `*_full`: filled by the memory warpgroup; `*_free`: let go by every compute warpgroup.
-        `v_clean`: the first of two has zeroed dead values that both read. `state_*`: the second's
-        state on its way to the first.
+        `v_clean`: the first of two has zeroed dead values that both read. `state_*`: the state of
+        one on its way to the other.
         """
         barriers = {
             "q_full": (1, self.num_query_buffers),

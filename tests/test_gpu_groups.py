@@ -20,7 +20,8 @@ from codec_jax.attention_rows import pack_rows, unpack_rows
 from codec_jax.forest_arrays import ForestCapacity
 from codec_jax.planning.spec import PlanCapacity
 
-pytestmark = pytest.mark.gpu
+# In one process: the tests share what they compile.
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("groups")]
 
 GROUP_SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 14, 16, 28, 71)
 HEAD_DIMS = (64, 128)

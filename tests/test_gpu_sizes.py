@@ -14,7 +14,8 @@ from codec_jax.planning.build import build_plan
 from codec_jax.planning.spec import PlanSpec
 from experiments.dense_check import max_relative_error
 
-pytestmark = pytest.mark.gpu
+# In one process: the tests share what they compile.
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("sizes")]
 
 
 @pytest.mark.parametrize("num_pages", [131_080, 262_160], ids=["2**31", "2**32"])

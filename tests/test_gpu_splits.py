@@ -13,7 +13,8 @@ import pytest
 from gpu_batches import COMMON, Run, Runs, assert_right, make_batch, row_errors
 from plan_editing import cut, pieces_of, with_pieces
 
-pytestmark = pytest.mark.gpu
+# In one process: the tests share what they compile.
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("splits")]
 
 NUM_TOKENS = 4093
 GROWTH = 1.2

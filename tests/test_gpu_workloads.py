@@ -23,7 +23,8 @@ from codec_jax.planning.spec import PlanCapacity, PlanSpec
 from experiments.dense_check import max_relative_error
 from experiments.workloads import load_workloads
 
-pytestmark = pytest.mark.gpu
+# In one process: the tests share what they compile.
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("workloads")]
 
 WORKLOADS = load_workloads()
 PAGE_SIZE = 64

@@ -213,7 +213,7 @@ def attend_packed(
     """`attend_resolved` on packed rows as wide as the pool's heads: float32 out and natural lse."""
     if implementation == "mosaic_gpu":
         rows = rows.astype(pool.k_pages.dtype)
-        return _run_kernels(rows, pool, resolved, layer, logits_scale=logits_scale)
+        return _keep_apart(run_kernels(rows, pool, resolved, layer, logits_scale=logits_scale))
     plan, position = resolved.prepared.plan, resolved.q_position
     packed = Rows(
         rows.astype(jnp.float32) * logits_scale,
@@ -232,10 +232,18 @@ def _used(plan: Plan) -> Segments:
     return dataclasses.replace(segments, num_steps=jnp.where(is_used, segments.num_steps, 0))
 
 
-def _run_kernels(
-    rows, pool: KVPool, resolved: ResolvedPlan, layer, *, logits_scale: float
+def run_kernels(
+    rows: Float[Array, "num_kv_heads rows head_dim"],
+    pool: KVPool,
+    resolved: ResolvedPlan,
+    layer: Int32[Array, ""],
+    *,
+    logits_scale: float,
 ) -> Partial:
-    """Two launches: every segment's partial result, then their merge."""
+    """Two launches and nothing else: every segment's partial result, then their merge.
+
+    For measurements. A row without keys is empty by its lse alone: its out may hold anything.
+    """
     # Loaded here: without a GPU nobody needs Pallas.
     from pallas_kernels.merge import merge_partials
     from pallas_kernels.partial_attention import partial_attention
@@ -249,7 +257,7 @@ def _run_kernels(
         jnp.reshape(layer * pool.num_pages, (1,)),
         logits_scale=logits_scale,
     )
-    return _keep_apart(Partial(*merge_partials(partials, resolved.tables.slot_indptr, merged)))
+    return Partial(*merge_partials(partials, resolved.tables.slot_indptr, merged))
 
 
 def _keep_apart(partial: Partial) -> Partial:

@@ -28,6 +28,7 @@ from codec_jax.attention import (
     choose_implementation,
     prepare_plan,
     resolve_plan,
+    run_kernels,
     stored_head_dim,
 )
 from codec_jax.attention_rows import pack_rows, unpack_rows
@@ -225,16 +226,19 @@ def _compile(step: _Step) -> _Compiled:
     rows = jax.jit(lambda q, plan: pack_rows(jnp.pad(q, padding), plan))(step.q, step.plan)
 
     def attention(rows, pool, resolved) -> Partial:
+        # Bare: in a decode step, what else `attend_packed` does is fused into the unpacking.
+        if step.implementation == "mosaic_gpu":
+            return run_kernels(rows, pool, resolved, layer, logits_scale=step.logits_scale)
         return attend_packed(
             rows,
             pool,
             resolved,
-            jnp.int32(0),
+            layer,
             logits_scale=step.logits_scale,
             implementation=step.implementation,
         )
 
-    arguments = (rows, step.kv.pool, resolved)
+    layer, arguments = jnp.int32(0), (rows, step.kv.pool, resolved)
     return _Compiled(step, jax.jit(attention).lower(*arguments).compile(), arguments)
 
 

@@ -1,0 +1,90 @@
+"""The kernels' bodies in Pallas's Mosaic interpreter, on a CPU, with race detection.
+
+Covered: both compute divisions of partial attention (one and two compute warpgroups) with their
+rings, barriers, hand-over, masks and table chunks, and the merge; all as `interpretable`. That body
+passes the weights through shared memory, since the interpreter has no products from registers, and
+leaves out programmatic dependent launch. What only hardware shows (registers, the order of wgmma,
+the launch of the merge) is in tests/test_gpu_*.py.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forests import make_batch
+
+from codec_jax.attention import prepare_plan, resolve_plan
+from codec_jax.attention_rows import pack_rows, unpack_rows
+from codec_jax.partial import Partial
+from codec_jax.planning.build import build_plan
+from codec_jax.planning.spec import PlanSpec
+from pallas_kernels.config import KernelConfig
+from pallas_kernels.merge import merge_partials
+from pallas_kernels.partial_attention import partial_attention
+
+
+def one_warpgroup():
+    return KernelConfig(
+        num_stages=2, num_query_buffers=2, num_compute_warpgroups=1, interpretable=True
+    )
+
+
+def two_warpgroups():
+    return KernelConfig(num_stages=2, num_query_buffers=3, interpretable=True)
+
+
+def interpreted(batch, plan, page_size, config):
+    """out and lse of every request, and whether 0.11's detector, which only prints, saw a race."""
+    cache = batch.cache()
+    resolved = resolve_plan(
+        prepare_plan(plan, implementation="mosaic_gpu"),
+        cache.page_list,
+        cache.kv_len,
+        page_size=page_size,
+    )
+    rows = pack_rows(jnp.asarray(batch.q), plan).astype(jnp.bfloat16)
+    pages = (cache.pool.k_pages, cache.pool.v_pages)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        partials, merged = partial_attention(
+            rows,
+            pages,
+            resolved.tables,
+            jnp.zeros(1, jnp.int32),
+            logits_scale=batch.q.shape[2] ** -0.5,
+            config=config,
+        )
+        jax.block_until_ready(partials)
+        out, lse = merge_partials(partials, resolved.tables.slot_indptr, merged, interpretable=True)
+        jax.block_until_ready(out)
+    return unpack_rows(Partial(out, lse), plan, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "num_workers", "make_config"),
+    [
+        (64, 1, two_warpgroups),
+        (64, 9, two_warpgroups),
+        (16, 3, two_warpgroups),
+        (128, 2, one_warpgroup),
+    ],
+)
+def test_right_and_without_races(page_size, num_workers, make_config, capfd):
+    """A node of two tiles, streams of partly live pages, NaN in every dead row; several slots."""
+    lists = [[1] * (page_size + 70) + [2 + i] * 40 for i in range(3)] + [[9] * 5]
+    batch = make_batch(
+        lists,
+        page_size=page_size,
+        num_kv_heads=1,
+        group_size=32,
+        head_dim=64,
+        dtype="bfloat16",
+        q_dtype="bfloat16",
+    )
+    spec = PlanSpec(num_kv_heads=1, group_size=32, page_size=page_size, num_workers=num_workers)
+    result = interpreted(batch, build_plan(batch.arrays, spec), page_size, make_config())
+    out, lse = batch.expected()
+    np.testing.assert_allclose(result.out, out, rtol=0, atol=1e-2)
+    np.testing.assert_allclose(result.lse, lse, rtol=0, atol=1e-5)
+    printed = capfd.readouterr()
+    assert "RACE" not in (printed.out + printed.err).upper()

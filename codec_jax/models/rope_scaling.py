@@ -95,7 +95,8 @@ class YarnRope:
         """Radians per token of each pair of elements."""
         plain = rope_frequencies(head_dim, theta)
         low, high = (
-            head_dim * math.log(self.original_max_context / (turns * 2 * math.pi))
+            head_dim
+            * math.log(self.original_max_context / (turns * 2 * math.pi))
             / (2 * math.log(theta))
             for turns in (self.beta_fast, self.beta_slow)
         )

@@ -40,10 +40,15 @@ def logits_of_steps(monkeypatch):
         jax.debug.callback(record, logits, num_new)
         return sample(logits, sampling, num_new)
 
-    jax.clear_caches()  # what was traced before would not record
+    forget_traces()  # what was traced before would not record
     monkeypatch.setattr(decode, "sample", recording)
     yield seen
-    jax.clear_caches()
+    forget_traces()
+
+
+def forget_traces():
+    for traced in (decode.draw_first, decode.decode_steps):
+        traced.clear_cache()
 
 
 def test_every_family_and_rope_is_there():

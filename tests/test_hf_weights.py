@@ -250,7 +250,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_host_memory_is_that_of_the_file_and_little_more(tmp_path):
-    """On a CPU the parameters are host memory too: one file of 480 MB, 1.3 times it at most."""
+    """On a CPU the parameters are host memory too: 1.3 times the only file at most."""
     sizes = {
         "hidden_size": 1024,
         "intermediate_size": 4096,

@@ -6,7 +6,7 @@ from codec_jax.models.hf_model import load_hf, read_hf_config
 from codec_jax.models.llama import AttentionFn, Decoder, cast, init_decoder
 from codec_jax.models.llama2c import load_llama2c
 from codec_jax.models.loaded import LoadedModel
-from codec_jax.models.registry import load_model, model_names
+from codec_jax.models.registry import load_model, model_config, model_names
 from codec_jax.models.tokenizer import Llama2cTokenizer, Tokenizer
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "load_hf",
     "load_llama2c",
     "load_model",
+    "model_config",
     "model_names",
     "param_shapes",
     "read_hf_config",

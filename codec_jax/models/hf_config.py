@@ -4,6 +4,7 @@ Both spellings are read: `rope_theta` and `rope_scaling` with `torch_dtype`, and
 `rope_parameters` with `dtype`. A field that would change the mathematics is honoured or refused.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,7 +134,8 @@ def _check_sizes(fields: Fields, path: Path) -> None:
         if value is None and is_optional:
             continue
         kinds, kind = (int | float, "number") if name == "rms_norm_eps" else (int, "integer")
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if value is None or not is_number or not 0 < value < math.inf:
             raise ValueError(f"`{name}` in {path} must be a positive {kind}; got {value!r}.")
 
 

@@ -12,10 +12,11 @@ from codec_jax.attention import choose_implementation, default_num_workers, stor
 from codec_jax.forest import Forest
 from codec_jax.forest_arrays import ForestArrays, ForestCapacity, export_arrays, node_order
 from codec_jax.forest_prefill import PrefillChunks, prefill_chunks
-from codec_jax.generate_memory import Memory, available_bytes, workspace_bytes
+from codec_jax.generate_memory import Memory, workspace_bytes
 from codec_jax.generate_requests import Request
 from codec_jax.generate_sizes import RunSizes
 from codec_jax.models import LoadedModel
+from codec_jax.models.memory import available_bytes
 from codec_jax.planning.policies import policy_named
 from codec_jax.planning.spec import PlanCapacity, PlanSpec
 

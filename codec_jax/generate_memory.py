@@ -1,13 +1,10 @@
 """What a run will hold on the device, known before anything is allocated."""
 
 import dataclasses
-import os
-from typing import Any
-
-import jax
 
 from codec_jax.attention_xla import ChunkConfig
 from codec_jax.models import ModelConfig
+from codec_jax.models.memory import as_gib
 from codec_jax.planning.spec import TILE_ROWS
 
 _ROW_COPIES = 6
@@ -58,11 +55,6 @@ class Memory:
         )
 
 
-def as_gib(num_bytes: int) -> str:
-    """Bytes for people: "1.50 GiB", or MiB below a GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
 def workspace_bytes(
     config: ModelConfig, *, batch_size: int, prefill_chunk: int, num_tiles: int, page_size: int
 ) -> int:
@@ -83,15 +75,3 @@ def workspace_bytes(
     logits = batch_size * config.vocab_size
     elements = _ROW_COPIES * (rows * width + packed) + _LOGIT_COPIES * logits
     return 4 * (elements + 4 * chunk.chunk_units * unit) + 2**20
-
-
-def available_bytes(device: Any = None) -> int | None:
-    """Memory that the default device has for JAX, weights included; None when it does not say."""
-    device = jax.devices()[0] if device is None else device
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-    if device.platform == "cpu" and all(name in os.sysconf_names for name in names):
-        return os.sysconf(names[0]) * os.sysconf(names[1])
-    return None

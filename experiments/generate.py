@@ -18,6 +18,8 @@ from typing import Any
 from absl import flags
 
 from codec_jax import load_model
+from codec_jax.models import model_config
+from codec_jax.models.memory import weights_bytes
 from experiments.cli import (
     FAILED,
     INTERRUPTED,
@@ -33,12 +35,18 @@ from experiments.generate_config import GenerateConfig
 from experiments.generate_flags import config_from_flags, define_flags, flags_help
 from experiments.generate_job import Job, prepare
 from experiments.generate_progress import progress
-from experiments.generate_report import describe_samples, describe_sharing, describe_timing
+from experiments.generate_report import (
+    describe_samples,
+    describe_sharing,
+    describe_timing,
+    describe_weights,
+)
 from experiments.json_lines import write_json_lines
 from experiments.versions import describe_versions
 from experiments.visit_timing import Visit, timed_visits
 
 _DEMONSTRATION = GenerateConfig()
+_LARGE_BYTES = 2**28
 
 
 def run(config: GenerateConfig = _DEMONSTRATION) -> list[dict[str, Any]]:
@@ -74,8 +82,16 @@ def _main(argv: Sequence[str], flag_values: flags.FlagValues) -> int:
         if flag_values["version"].value:
             print(_describe_versions(config))
             return OK
+        _announce_large_weights(config)
         job = prepare(config)
     return _execute(job)
+
+
+def _announce_large_weights(config: GenerateConfig) -> None:
+    """Says what will be allocated where that takes long enough to wonder."""
+    sizes = model_config(config.model, dtype=config.dtype)
+    if weights_bytes(sizes) >= _LARGE_BYTES:
+        say(describe_weights(config.model, sizes))
 
 
 def _execute(job: Job) -> int:

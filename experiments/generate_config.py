@@ -22,7 +22,8 @@ class GenerateConfig:
     """What to generate, from what, and where to put it. The defaults are the demonstration.
 
     Attributes:
-      model: a name that `load_model` takes.
+      model: a name or path that `load_model` takes.
+      chat: whether a prompt is what a user says, by the model's chat template.
       prompts: texts; without these and without a file, `DEMO_PROMPTS`.
       prompts_file: see `prompt_files.read_prompts`; its prompts follow `prompts`.
       num_samples, max_new_tokens, temperature, top_k, top_p, seed: see `Sampling`.
@@ -34,6 +35,7 @@ class GenerateConfig:
     """
 
     model: str = "stories260k"
+    chat: bool = False
     prompts: tuple[str, ...] = ()
     prompts_file: str | None = None
     num_samples: int = 3

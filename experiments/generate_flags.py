@@ -45,7 +45,19 @@ def flags_help(flag_values: flags.FlagValues) -> str:
 
 def _define_input_flags(flag_values: flags.FlagValues) -> None:
     default = GenerateConfig()
-    flags.DEFINE_enum("model", default.model, model_names(), "The model.", flag_values=flag_values)
+    flags.DEFINE_string(
+        "model",
+        default.model,
+        "The model: a folder with config.json, safetensors and tokenizer.json; or one of"
+        f" {', '.join(model_names())}.",
+        flag_values=flag_values,
+    )
+    flags.DEFINE_bool(
+        "chat",
+        default.chat,
+        "Makes each prompt what a user says, by the chat template of the model.",
+        flag_values=flag_values,
+    )
     flags.DEFINE_enum(
         "dtype",
         default.dtype,

@@ -65,6 +65,7 @@ def prepare(config: GenerateConfig) -> Job:
         check_writable(config.output)
     requests = _requests(config)
     model = load_model(config.model, dtype=config.dtype)
+    model = model.as_chat() if config.chat else model
     generation = Generation(
         model,
         [request.prompt for request in requests],

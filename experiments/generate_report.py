@@ -6,6 +6,8 @@ from typing import Any
 
 from codec_jax import draw_forest
 from codec_jax.forest_drawing import MIN_WIDTH
+from codec_jax.models.config import ModelConfig, num_params
+from codec_jax.models.memory import as_gib, weights_bytes
 from experiments.generate_job import Job
 from experiments.visit_timing import DecodeRate, Visit, decode_rate
 
@@ -21,6 +23,14 @@ def describe_sharing(job: Job, *, width: int) -> str:
     reason = run.reason.rstrip(".")
     policy = f"policy: {run.policy} ({run.policy_rule})"
     return f"{forest}\n{policy}\nimplementation: {run.implementation} ({reason})"
+
+
+def describe_weights(name: str, config: ModelConfig) -> str:
+    """How many parameters a model has and what they take, before they are there."""
+    count = num_params(config) / 1e9
+    return (
+        f"{name}: {count:.2f} billion parameters, {as_gib(weights_bytes(config))} in {config.dtype}"
+    )
 
 
 def describe_samples(rows: Sequence[dict[str, Any]]) -> str:

@@ -154,7 +154,9 @@ REFUSED = {
     "an unknown flag": ("--polcy=balanced", "polcy"),
     "an argument": ("story", "'story'"),
     "an unknown policy": ("--policy=best", "--policy=best"),
-    "an unknown model": ("--model=big", "--model=big"),
+    "an unknown model": ("--model=big", "`name` must be a folder with config.json or one of"),
+    "a model without a chat template": ("--chat", "stories260k has none"),
+    "a folder that holds no model": ("--model=.", "`.` must hold config.json"),
     "an unknown dtype": ("--dtype=int4", "--dtype=int4"),
     "an unknown implementation": ("--implementation=cuda", "--implementation=cuda"),
     "a word for a number": ("--num_samples=few", "num_samples"),
@@ -385,3 +387,10 @@ def read_until(terminal: int, text: bytes, *, seconds: float) -> bytes:
         assert time.monotonic() < end, shown
         shown += os.read(terminal, 4096)
     return shown
+
+
+def test_weights_that_take_long_are_announced_before_they_are_made(capsys):
+    assert main("--model=random-codellama-34b", "--dtype=float32") == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == ("random-codellama-34b: 33.74 billion parameters, 125.71 GiB in float32")
+    assert second.startswith("error: `random-codellama-34b` needs 125.71 GiB for its weights")

@@ -10,8 +10,9 @@ from generate_cases import compilations, stories, toy_model
 import codec_jax.generate_batch as generate_batch
 from codec_jax.generate import Generation
 from codec_jax.generate_batch import Batch, NodeSharing, Options
-from codec_jax.generate_memory import Memory, as_gib, available_bytes, workspace_bytes
+from codec_jax.generate_memory import Memory, workspace_bytes
 from codec_jax.generate_requests import read_requests
+from codec_jax.models.memory import as_gib
 from codec_jax.sampling import Sampling
 
 PREFIX = list(range(10, 50))
@@ -97,26 +98,6 @@ def test_the_refusal_says_what_to_lower(memory, advice):
 def test_memory_that_suffices_or_is_unknown_is_no_refusal():
     dataclasses.replace(MEMORY, available_bytes=None).check()
     dataclasses.replace(MEMORY, available_bytes=MEMORY.needed_bytes).check()
-
-
-def test_sizes_are_written_for_people():
-    assert as_gib(3 * 2**29) == "1.50 GiB"
-    assert as_gib(3 * 2**19) == "1.5 MiB"
-
-
-def test_the_devices_own_limit_comes_first():
-    class Device:
-        platform = "gpu"
-
-        def memory_stats(self):
-            return {"bytes_limit": 123}
-
-    class Silent(Device):
-        def memory_stats(self):
-            return None
-
-    assert available_bytes(Device()) == 123
-    assert available_bytes(Silent()) is None
 
 
 def test_memory_by_hand():

@@ -244,6 +244,7 @@ def test_random_preset():
     config = loaded.decoder.config
     assert (config.head_dim, config.group_size, config.num_layers) == (128, 4, 4)
     assert config.vocab_size == loaded.tokenizer.vocab_size
+    assert loaded.tokenizer.encode("a") == load_model("stories260k").tokenizer.encode("a")
     logits = logits_of(loaded.decoder, [1, 403, 407])
     assert 0.5 < logits.std() < 2
 

@@ -47,6 +47,13 @@ def test_the_gpu_table_is_the_committed_rows():
         assert row["implementation"] == "mosaic_gpu" and row["max_rel_err"] < 5e-3
 
 
+def test_the_gpu_tests_are_the_committed_ones():
+    file = REPOSITORY / "experiments" / "results" / "nvidia-h200" / "gpu_tests.json"
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert f"({result['passed']} tests, all passed:" in README
+    assert (result["failed"], result["skipped"]) == (0, 0)
+
+
 def test_every_policy_has_its_row():
     rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", README, flags=re.MULTILINE)
     assert set(POLICIES) <= set(rows)

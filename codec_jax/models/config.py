@@ -1,9 +1,12 @@
 """Hyperparameters of a Llama-family decoder."""
 
 import dataclasses
+import math
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+
+from codec_jax.models.rope_scaling import RopeScaling
 
 RopePairing = Literal["interleaved", "halves"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -15,8 +18,9 @@ class ModelConfig:
 
     `max_context` and `vocab_size` are in tokens. `intermediate_size` is the width of the SwiGLU
     layer. `rope_pairing` says which elements of a head rotate together: (2i, 2i + 1) for
-    "interleaved", (i, i + head_dim / 2) for "halves". `dtype` is the dtype of the parameters and
-    of the residual stream.
+    "interleaved", (i, i + head_dim / 2) for "halves". `qkv_bias`, `o_bias` and `mlp_bias` say which
+    projections have biases; `qk_norm` normalises each head of q and k (RMSNorm) before RoPE.
+    `dtype` is the dtype of the parameters and of the residual stream.
 
     Raises `ValueError` for values that no decoder can have.
     """
@@ -31,8 +35,13 @@ class ModelConfig:
     max_context: int
     rope_theta: float = 10000.0
     rope_pairing: RopePairing = "halves"
+    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     dtype: DTypeName = "float32"
 
     def __post_init__(self) -> None:
@@ -69,7 +78,7 @@ def layer_param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_size = config.num_q_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
-    return {
+    shapes = {
         "attention_norm": (hidden,),
         "q_proj": (hidden, q_size),
         "k_proj": (hidden, kv_size),
@@ -80,6 +89,15 @@ def layer_param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "up_proj": (hidden, intermediate),
         "down_proj": (intermediate, hidden),
     }
+    if config.qkv_bias:
+        shapes |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
+    if config.o_bias:
+        shapes |= {"o_bias": (hidden,)}
+    if config.mlp_bias:
+        shapes |= {"gate_bias": (intermediate,), "up_bias": (intermediate,), "down_bias": (hidden,)}
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    return shapes
 
 
 def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -94,6 +112,11 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     head = {} if config.tie_embeddings else {"lm_head": vocabulary}
     return {"embedding": vocabulary, **layers, "final_norm": (config.hidden_size,), **head}
+
+
+def num_params(config: ModelConfig) -> int:
+    """Number of parameters of the decoder."""
+    return sum(math.prod(shape) for shape in param_shapes(config).values())
 
 
 def _check_positive_int(name: str, value: Any) -> None:

@@ -43,7 +43,10 @@ AttentionFn = Callable[
 
 
 class Layer(nnx.Module):
-    """One pre-norm layer: attention, then SwiGLU, each added to the residual stream."""
+    """One pre-norm layer: attention, then SwiGLU, each added to the residual stream.
+
+    A decoder with biases has `q_bias` and so on too, see `layer_param_shapes`.
+    """
 
     attention_norm: nnx.Param
     q_proj: nnx.Param
@@ -54,6 +57,8 @@ class Layer(nnx.Module):
     gate_proj: nnx.Param
     up_proj: nnx.Param
     down_proj: nnx.Param
+    q_norm: nnx.Param
+    k_norm: nnx.Param
 
     def __init__(self, config: ModelConfig, params: Params):
         self.config = config
@@ -77,24 +82,31 @@ class Layer(nnx.Module):
                 f"{out.shape}."
             )
         out = out.astype(x.dtype).reshape(x.shape[0], -1)
-        x = _add(x, _project(out, self.o_proj[...]))
+        x = _add(x, self._linear(out, "o"))
         return _add(x, self._swiglu(x)), cache
 
     def _project_qkv(self, x: Array, rotation: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         config = self.config
         normed = _rms_norm(x, self.attention_norm[...], config.rms_norm_eps)
         q, k, v = (
-            _project(normed, weight[...]).reshape(x.shape[0], -1, config.head_dim)
-            for weight in (self.q_proj, self.k_proj, self.v_proj)
+            self._linear(normed, name).reshape(x.shape[0], -1, config.head_dim) for name in "qkv"
         )
+        if config.qk_norm:
+            q = _rms_norm(q, self.q_norm[...], config.rms_norm_eps)
+            k = _rms_norm(k, self.k_norm[...], config.rms_norm_eps)
         rotate = partial(apply_rope, cos=rotation[0], sin=rotation[1], pairing=config.rope_pairing)
         return rotate(q).astype(x.dtype), rotate(k).astype(x.dtype), v.astype(x.dtype)
 
     def _swiglu(self, x: Array) -> Float32[Array, "tokens hidden"]:
         normed = _rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps)
-        gate = jax.nn.silu(_project(normed, self.gate_proj[...]))
-        gated = gate * _project(normed, self.up_proj[...])
-        return _project(gated.astype(x.dtype), self.down_proj[...])
+        gated = jax.nn.silu(self._linear(normed, "gate")) * self._linear(normed, "up")
+        return self._linear(gated.astype(x.dtype), "down")
+
+    def _linear(self, x: Array, name: str) -> Float32[Array, "tokens outputs"]:
+        """`x` times the named matrix, plus its bias where the decoder has one."""
+        product = _project(x, getattr(self, f"{name}_proj")[...])
+        bias = getattr(self, f"{name}_bias", None)
+        return product if bias is None else product + bias[...].astype(jnp.float32)[None, :]
 
 
 class Decoder(nnx.Module):
@@ -156,7 +168,12 @@ class Decoder(nnx.Module):
         _check_tokens(token_ids, positions)
         config = self.config
         x = jnp.take(self.embedding[...], token_ids, axis=0)
-        rotation = rope_angles(positions, head_dim=config.head_dim, theta=config.rope_theta)
+        rotation = rope_angles(
+            positions,
+            head_dim=config.head_dim,
+            theta=config.rope_theta,
+            scaling=config.rope_scaling,
+        )
         graphdef, stacked = nnx.split(self.layers)
 
         def run_layer(carry, layer_and_params):
@@ -175,7 +192,11 @@ class Decoder(nnx.Module):
 
 
 def init_decoder(config: ModelConfig, *, seed: int = 0) -> Decoder:
-    """A decoder with random weights that keep activations at unit scale; one compilation."""
+    """A decoder with random weights that keep activations at unit scale; one compilation.
+
+    Drawn layer by layer, in float32, and stored in `config.dtype`: beside the parameters themselves
+    the device holds temporaries of one layer, or of the embedding.
+    """
     return Decoder(config, _init_params(np.uint32(seed), config=config))
 
 
@@ -187,15 +208,27 @@ def cast(decoder: Decoder, dtype: DTypeName) -> Decoder:
 
 @partial(jax.jit, static_argnames="config")
 def _init_params(seed: Array, *, config: ModelConfig) -> dict[str, Array]:
-    shapes = param_shapes(config)
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    in_layer = layer_param_shapes(config)
+    outside = {name: shape for name, shape in param_shapes(config).items() if name not in in_layer}
+    key, *layer_keys = jax.random.split(jax.random.key(seed), config.num_layers + 1)
+    layers = jax.lax.map(
+        partial(_draw_params, shapes=in_layer, config=config), jnp.stack(layer_keys)
+    )
+    return layers | _draw_params(key, shapes=outside, config=config)
+
+
+def _draw_params(
+    key: Array, *, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig
+) -> dict[str, Array]:
     params = {}
-    for index, (name, shape) in enumerate(shapes.items()):
+    for name, shape in shapes.items():
+        key, subkey = jax.random.split(key)
         if name.endswith("_norm"):
             params[name] = jnp.ones(shape, config.array_dtype)
         else:
-            fan_in = config.hidden_size if name in ("embedding", "lm_head") else shape[-2]
-            normal = jax.random.normal(keys[index], shape, jnp.float32)
+            is_matrix_in_layer = name.endswith("_proj")
+            fan_in = shape[0] if is_matrix_in_layer else config.hidden_size
+            normal = jax.random.normal(subkey, shape, jnp.float32)
             params[name] = (normal * fan_in**-0.5).astype(config.array_dtype)
     return params
 
@@ -208,7 +241,8 @@ def _cast_params(params: dict[str, Array], *, dtype: DTypeName) -> dict[str, Arr
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     x_f32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
-    return (x_f32 * scale * weight.astype(jnp.float32)[None, :]).astype(x.dtype)
+    weight = jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
+    return (x_f32 * scale * weight).astype(x.dtype)
 
 
 def _project(x: Array, weight: Array) -> Float32[Array, "tokens outputs"]:

@@ -24,7 +24,7 @@ def load_llama2c(path: str | Path, *, dtype: DTypeName = "float32") -> Decoder:
     implies.
     """
     path = Path(path)
-    config = _read_config(path, dtype)
+    config = read_llama2c_config(path, dtype=dtype)
     sections = _sections(config)
     _check_length(path, sections)
     values = np.memmap(path, dtype="<f4", mode="r", offset=_HEADER.size)
@@ -36,7 +36,12 @@ def load_llama2c(path: str | Path, *, dtype: DTypeName = "float32") -> Decoder:
     return Decoder.from_arrays(config, _to_params(arrays))
 
 
-def _read_config(path: Path, dtype: DTypeName) -> ModelConfig:
+def read_llama2c_config(path: str | Path, *, dtype: DTypeName = "float32") -> ModelConfig:
+    """The sizes that a checkpoint's header gives, in `dtype`.
+
+    Raises `ValueError` if the header is impossible.
+    """
+    path = Path(path)
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
     if len(header) != _HEADER.size:

@@ -1,64 +1,79 @@
-"""Models by name."""
+"""Models by name or path."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
 from pathlib import Path
 
+from codec_jax.models.byte_tokenizer import ByteTokenizer
 from codec_jax.models.config import DTypeName, ModelConfig
-from codec_jax.models.llama import Decoder, init_decoder
-from codec_jax.models.llama2c import load_llama2c
-from codec_jax.models.tokenizer import Llama2cTokenizer, Tokenizer
+from codec_jax.models.hf_model import load_hf, read_hf_config
+from codec_jax.models.llama import init_decoder
+from codec_jax.models.llama2c import load_llama2c, read_llama2c_config
+from codec_jax.models.loaded import LoadedModel
+from codec_jax.models.memory import check_fits
+from codec_jax.models.presets import PRESETS
+from codec_jax.models.tokenizer import Llama2cTokenizer
 
-_STORIES_DIR = Path(__file__).parent / "data" / "stories260k"
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A decoder, the tokenizer of its vocabulary, and the name that it was loaded by."""
-
-    decoder: Decoder
-    tokenizer: Tokenizer
-    name: str
+_STORIES = "stories260k"
+_STORIES_DIR = Path(__file__).parent / "data" / _STORIES
 
 
 def load_model(name: str, *, dtype: DTypeName | None = None) -> LoadedModel:
-    """The named model, in its own dtype unless `dtype` is given.
+    """The model of a name or path, in its own dtype unless `dtype` is given.
 
+    `name` is one of `model_names()` or a folder with config.json, safetensors and tokenizer.json.
     "stories260k" is a trained model of 260 thousand parameters (float32) that writes short stories;
-    "random-4l-128" has random weights (bfloat16) and the shapes of a layer of a real model, for
-    benchmarks. Raises `ValueError` for an unknown name.
+    names that start with "random-" are random weights (bfloat16) in the sizes of real models, for
+    measurements.
+
+    Raises `ValueError` for an unknown name, for files that cannot be run, and before anything is
+    allocated if the device says that it has less memory than the weights take.
     """
-    if name not in _PRESETS:
-        raise ValueError(f"`name` must be one of {', '.join(model_names())}; got {name!r}.")
-    tokenizer = Llama2cTokenizer.from_file(_STORIES_DIR / "tok512.bin")
-    return LoadedModel(_PRESETS[name](dtype), tokenizer, name)
+    config = model_config(name, dtype=dtype)
+    check_fits(config, name)
+    if name == _STORIES:
+        return _load_stories(config.dtype)
+    if name in PRESETS:
+        return LoadedModel(init_decoder(config), _preset_tokenizer(config), name)
+    return load_hf(Path(name), dtype=dtype)
+
+
+def model_config(name: str, *, dtype: DTypeName | None = None) -> ModelConfig:
+    """The sizes of the model that `load_model` would load; no weights are read or made.
+
+    Raises `ValueError` as `load_model` does.
+    """
+    if name == _STORIES:
+        return read_llama2c_config(_STORIES_DIR / "stories260K.bin", dtype=dtype or "float32")
+    if name in PRESETS:
+        return dataclasses.replace(PRESETS[name], dtype=dtype or PRESETS[name].dtype)
+    return read_hf_config(_existing_path(name), dtype=dtype)
 
 
 def model_names() -> tuple[str, ...]:
-    """Every name that `load_model` takes."""
-    return tuple(_PRESETS)
+    """Every name that `load_model` takes, besides paths."""
+    return (_STORIES, *PRESETS)
 
 
-def _load_stories260k(dtype: DTypeName | None) -> Decoder:
-    return load_llama2c(_STORIES_DIR / "stories260K.bin", dtype=dtype or "float32")
+def _load_stories(dtype: DTypeName) -> LoadedModel:
+    decoder = load_llama2c(_STORIES_DIR / "stories260K.bin", dtype=dtype)
+    return LoadedModel(decoder, _stories_tokenizer(), _STORIES)
 
 
-def _init_random_4l_128(dtype: DTypeName | None) -> Decoder:
-    config = ModelConfig(
-        vocab_size=512,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_layers=4,
-        num_q_heads=8,
-        num_kv_heads=2,
-        head_dim=128,
-        max_context=4096,
-        dtype=dtype or "bfloat16",
-    )
-    return init_decoder(config)
+def _stories_tokenizer() -> Llama2cTokenizer:
+    return Llama2cTokenizer.from_file(_STORIES_DIR / "tok512.bin")
 
 
-_PRESETS: dict[str, Callable[[DTypeName | None], Decoder]] = {
-    "stories260k": _load_stories260k,
-    "random-4l-128": _init_random_4l_128,
-}
+def _preset_tokenizer(config: ModelConfig) -> Llama2cTokenizer | ByteTokenizer:
+    tokenizer = _stories_tokenizer()
+    fits = config.vocab_size == tokenizer.vocab_size
+    return tokenizer if fits else ByteTokenizer(config.vocab_size)
+
+
+def _existing_path(name: str) -> Path:
+    path = Path(name)
+    if not path.is_dir():
+        raise ValueError(
+            f"`name` must be a folder with config.json or one of {', '.join(model_names())}; got"
+            f" {name!r}."
+        )
+    return path

@@ -1,19 +1,29 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864, section 3.4)."""
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from codec_jax.models.config import RopePairing
+from codec_jax.models.rope_scaling import RopeScaling, rope_frequencies
 
 
 def rope_angles(
-    positions: Int32[Array, " tokens"], *, head_dim: int, theta: float
+    positions: Int32[Array, " tokens"],
+    *,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Float32[Array, "tokens half_dim"], Float32[Array, "tokens half_dim"]]:
-    """Cosine and sine of `position * theta ** (-2i / head_dim)` for i in [0, head_dim / 2)."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    """Cosine and sine of `position * theta ** (-2i / head_dim)` for i in [0, head_dim / 2).
+
+    `scaling` changes the frequencies, and multiplies both results by its `attention_factor`.
+    """
+    if scaling is None:
+        frequencies, factor = rope_frequencies(head_dim, theta), 1.0
+    else:
+        frequencies, factor = scaling.frequencies(head_dim, theta), scaling.attention_factor
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def apply_rope(

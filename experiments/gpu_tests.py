@@ -69,8 +69,11 @@ def main(argv: Sequence[str]) -> int:
 
     def command() -> int:
         parse_flags(argv, values)
-        names = ("commit", "select", "num_processes")
-        result = run(**{name: values[name].value for name in names})
+        result = run(
+            commit=values["commit"].value,
+            select=str(values["select"].value),
+            num_processes=int(str(values["num_processes"].value)),
+        )
         text = json.dumps(result, indent=1)
         print(text)
         if values["output"].value:

@@ -108,7 +108,7 @@ def run(config: RooflineConfig) -> list[dict[str, Any]]:
         few = jobs[first : first + _BATCH]
         # Compiled together (XLA lets go of the interpreter), timed one after the other.
         with ThreadPoolExecutor(_BATCH) as pool:
-            ready = list(pool.map(lambda job: _compile(_prepare(*job, config)), few))
+            ready = list(pool.map(lambda job: _compile(_prepare(job[0], job[1], config)), few))
         for (workload, policy), compiled in zip(few, ready, strict=True):
             rows.append(_measure(workload, policy, compiled, config=config))
             say(_describe(rows[-1]))

@@ -135,11 +135,11 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: list[str], file: GGUFFi
         )
     special, plain = (
         [
-            tokenizers.AddedToken(token, normalized=False, special=is_special)
+            tokenizers.AddedToken(token, normalized=False)
             for token, kind in zip(tokens, kinds, strict=True)
             if kind in wanted
         ]
-        for is_special, wanted in ((True, (_UNKNOWN, _CONTROL)), (False, (_USER_DEFINED,)))
+        for wanted in ((_UNKNOWN, _CONTROL), (_USER_DEFINED,))
     )
     tokenizer.add_special_tokens(special)  # pyright: ignore[reportArgumentType]
     tokenizer.add_tokens(plain)  # pyright: ignore[reportArgumentType]

@@ -6,23 +6,28 @@
 #   EXTRA         more of pyproject.toml's extras: EXTRA=cuda13 for an NVIDIA GPU
 #   PYTHON        interpreter that makes the environment (default: .ci/find_python.sh looks)
 #   DEMO_ARGS     flags of the demonstration
+#   CHAT_ARGS     flags of the chat, instead of the question about France
+#   CACHE         folder of models that are not in the repository
 #   PYTEST_ARGS   arguments of pytest
 VENV := .venv
 CONSTRAINTS := constraints/jax-0.11.2.txt
 EXTRA :=
 PYTHON :=
 DEMO_ARGS :=
+CHAT_ARGS := --prompt "What is the capital of France?" --temperature 0 --num_samples 1
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/codec_jax
 PYTEST_ARGS := -n 2 --dist loadfile
 
 IN_VENV := $(VENV)/bin/python
 comma := ,
+CHAT_MODEL := $(CACHE)/SmolLM2-135M-Instruct.Q4_1.gguf
 PINS := $(notdir $(basename $(CONSTRAINTS)))$(addprefix -,$(subst $(comma),-,$(EXTRA)))
 # A stamp stands only in a finished environment and names the pins that it holds.
 CORE := $(VENV)/core-$(PINS).stamp
 DEV := $(VENV)/dev-$(PINS).stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test format-check lint format types check clean
+.PHONY: help setup demo chat test test-model format-check lint format types check clean
 
 # An environment whose interpreter has gone is made again.
 ifneq ($(shell $(IN_VENV) -c 'print("runs")' 2>/dev/null),runs)
@@ -37,8 +42,14 @@ setup: $(DEV)  ## make the environment, with the tools of a developer
 demo: $(CORE)  ## generate text with a small model, several samples of one prompt
 	@$(IN_VENV) -m experiments.generate $(DEMO_ARGS)
 
+chat: $(DEV) $(CHAT_MODEL)  ## fetch SmolLM2-135M-Instruct (93 MB, once) and ask it a question
+	@$(IN_VENV) -m experiments.generate --model "$(CHAT_MODEL)" --chat $(CHAT_ARGS)
+
 test: $(DEV)  ## run the tests
 	$(IN_VENV) -m pytest $(PYTEST_ARGS)
+
+test-model: $(DEV) $(CHAT_MODEL)  ## run the tests of the model that chat fetches
+	CODEC_JAX_CHAT_MODEL="$(CHAT_MODEL)" $(IN_VENV) -m pytest -m model
 
 format-check: $(DEV)  ## fail if a file is not formatted
 	$(IN_VENV) -m ruff format --check .
@@ -54,6 +65,9 @@ types: $(DEV)  ## check the types
 	$(IN_VENV) -m basedpyright --pythonpath $(IN_VENV)
 
 check: format-check lint types test  ## all that CI runs
+
+$(CHAT_MODEL): | $(DEV)
+	@sh .ci/fetch_chat_model.sh $(IN_VENV) "$@"
 
 clean:  ## remove the environment and what tools left behind
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -17,7 +17,6 @@ from typing import Any
 
 from absl import flags
 
-from codec_jax import load_model
 from codec_jax.models import model_config
 from codec_jax.models.memory import weights_bytes
 from experiments.cli import (
@@ -136,9 +135,9 @@ def _save(job: Job, rows: list[dict[str, Any]]) -> bool:
 
 
 def _describe_versions(config: GenerateConfig) -> str:
-    model = load_model(config.model, dtype=config.dtype)
+    sizes = model_config(config.model, dtype=config.dtype)
     return describe_versions(
-        model, page_size=config.page_size, implementation=config.implementation
+        config.model, sizes, page_size=config.page_size, implementation=config.implementation
     )
 
 

@@ -5,19 +5,20 @@ import importlib.metadata
 import jax
 
 from codec_jax.attention import choose_implementation
-from codec_jax.models import LoadedModel
+from codec_jax.models import ModelConfig
 
 _PACKAGES = ("codec_jax", "jax", "jaxlib", "flax")
 
 
 def describe_versions(
-    model: LoadedModel, *, page_size: int, implementation: str | None = None
+    name: str, config: ModelConfig, *, page_size: int, implementation: str | None = None
 ) -> str:
-    """A line for each package, the devices, and the implementation that would run the model.
+    """A line for each package, the devices, and the implementation that would run a model.
+
+    `name` and `config` are the model's; no weights are needed.
 
     Raises `NotImplementedError` if the implementation that was asked for cannot.
     """
-    config = model.decoder.config
     chosen, reason = choose_implementation(
         (config.num_kv_heads, page_size, config.head_dim),
         config.array_dtype,
@@ -27,9 +28,9 @@ def describe_versions(
     devices = jax.devices()
     return "\n".join(
         [
-            *(f"{name} {_version(name)}" for name in _PACKAGES),
+            *(f"{package} {_version(package)}" for package in _PACKAGES),
             f"device: {len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
-            f"implementation for {model.name}: {chosen} ({reason.rstrip('.')})",
+            f"implementation for {name}: {chosen} ({reason.rstrip('.')})",
         ]
     )
 

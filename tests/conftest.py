@@ -20,8 +20,18 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+CHAT_MODEL_VARIABLE = "CODEC_JAX_CHAT_MODEL"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `gpu` where JAX's default backend is no GPU, for that reason only."""
+    """Skips the tests marked `gpu` where JAX's default backend is no GPU, for that reason only.
+
+    Those marked `model` are skipped where nobody names their file: `make test-model` does.
+    """
+    if CHAT_MODEL_VARIABLE not in os.environ:
+        for item in items:
+            if item.get_closest_marker("model") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs a fetched file: make test-model"))
     marked = [item for item in items if "gpu" in item.keywords]
     if marked and jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason=f"needs a GPU; JAX runs on {jax.default_backend()}")

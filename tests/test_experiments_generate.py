@@ -246,8 +246,11 @@ def test_standard_input_is_a_file_of_lines(monkeypatch, tmp_path):
 
 
 def test_version_names_packages_device_and_implementation(capsys):
-    assert main("--version", "--implementation=reference") == 0
+    """At once: this model would take 15 GiB."""
+    asked = ("--version", "--implementation=reference", "--model=random-llama-3.1-8b")
+    assert main(*asked) == 0
     out, err = capsys.readouterr()
+    assert "random-llama-3.1-8b: reference" in out
     for name in ("codec_jax ", "jax 0.", "jaxlib 0.", "flax 0.", "device: ", "reference (asked"):
         assert name in out
     assert err == ""

@@ -50,6 +50,7 @@ HOST_ONLY = FLOORS[0].modules
 HOST_ONLY_IMPORTS = {"numpy", "jaxtyping", "codec_jax"}
 IMPORTS_THE_KERNELS = ("codec_jax.attention",)
 READS_FILES = (
+    "codec_jax.models.gguf_file",
     "codec_jax.models.hf_files",
     "codec_jax.models.llama2c",
     "codec_jax.models.registry",

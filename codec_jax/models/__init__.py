@@ -2,6 +2,7 @@
 
 from codec_jax.models.chat import ChatTemplate
 from codec_jax.models.config import DTypeName, ModelConfig, RopePairing, param_shapes
+from codec_jax.models.gguf_model import load_gguf, read_gguf_config
 from codec_jax.models.hf_model import load_hf, read_hf_config
 from codec_jax.models.llama import AttentionFn, Decoder, cast, init_decoder
 from codec_jax.models.llama2c import load_llama2c
@@ -21,11 +22,13 @@ __all__ = [
     "Tokenizer",
     "cast",
     "init_decoder",
+    "load_gguf",
     "load_hf",
     "load_llama2c",
     "load_model",
     "model_config",
     "model_names",
     "param_shapes",
+    "read_gguf_config",
     "read_hf_config",
 ]

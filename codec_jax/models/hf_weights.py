@@ -1,41 +1,33 @@
 """From the safetensors of a checkpoint in the Hugging Face layout to a decoder."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from codec_jax.models.config import ModelConfig, layer_param_shapes, param_shapes
+from codec_jax.models.config import ModelConfig
 from codec_jax.models.hf_files import open_tensors, read_tensor, tensor_files
 from codec_jax.models.llama import Decoder
+from codec_jax.models.param_places import check_names, join_names, param_places
 from codec_jax.models.param_stream import ParamStream
 
 EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _OUTSIDE = {"embedding": EMBEDDING, "final_norm": "model.norm.weight", "lm_head": _HEAD}
+_LAYER = "model.layers.{layer}"
 _IN_LAYER = {
-    "attention_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    **{f"{x}_proj": f"self_attn.{x}_proj.weight" for x in "qkvo"},
-    **{f"{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkvo"},
-    **{f"{x}_proj": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-    **{f"{x}_bias": f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
+    "attention_norm": f"{_LAYER}.input_layernorm.weight",
+    "mlp_norm": f"{_LAYER}.post_attention_layernorm.weight",
+    "q_norm": f"{_LAYER}.self_attn.q_norm.weight",
+    "k_norm": f"{_LAYER}.self_attn.k_norm.weight",
+    **{f"{x}_proj": f"{_LAYER}.self_attn.{x}_proj.weight" for x in "qkvo"},
+    **{f"{x}_bias": f"{_LAYER}.self_attn.{x}_proj.bias" for x in "qkvo"},
+    **{f"{x}_proj": f"{_LAYER}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    **{f"{x}_bias": f"{_LAYER}.mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
 }
 _DERIVED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-_MAX_NAMES = 5
-
-
-class _Place(NamedTuple):
-    """Where a tensor belongs: a parameter, and the layer of it."""
-
-    param: str
-    layer: int = 0
 
 
 def load_weights(folder: Path, config: ModelConfig) -> Decoder:
@@ -50,8 +42,9 @@ def load_weights(folder: Path, config: ModelConfig) -> Decoder:
     """
     files = tensor_files(folder)
     names = {path: _tensor_names(path, counted) for path, counted in files.items()}
-    places = _places(config)
-    _check_names(places, [name for found in names.values() for name in found], folder)
+    places = param_places(config, _OUTSIDE, _IN_LAYER)
+    found_names = [name for found in names.values() for name in found]
+    check_names(places, found_names, folder, may_be_left=_may_be_left)
     stream = ParamStream(config)
     for path, found in names.items():
         with open_tensors(path) as tensors:
@@ -84,36 +77,8 @@ def _tensor_names(path: Path, counted: frozenset[str] | None) -> list[str]:
         return names
     absent = sorted(counted - set(names))
     if absent:
-        raise ValueError(f"`{path}` must hold {_join(absent)}: the index says so; got none.")
+        raise ValueError(f"`{path}` must hold {join_names(absent)}: the index says so; got none.")
     return [name for name in names if name in counted]
-
-
-def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Where each tensor of the checkpoint belongs."""
-    in_layer = layer_param_shapes(config)
-    outside = [name for name in param_shapes(config) if name not in in_layer]
-    return {_OUTSIDE[name]: _Place(name) for name in outside} | {
-        f"model.layers.{layer}.{_IN_LAYER[name]}": _Place(name, layer)
-        for layer in range(config.num_layers)
-        for name in in_layer
-    }
-
-
-def _check_names(places: dict[str, _Place], found: Iterable[str], folder: Path) -> None:
-    """Refuses missing and left-over tensors; a tied head and tables of RoPE may be left over."""
-    found = set(found)
-    missing = sorted(places.keys() - found)
-    if missing:
-        raise ValueError(
-            f"`{folder}` must hold the tensors of its config; got no {_join(missing)}."
-        )
-    unused = sorted(
-        name for name in found - places.keys() if name != _HEAD and not _DERIVED.search(name)
-    )
-    if unused:
-        raise ValueError(
-            f"`{folder}` must hold no tensor that its config has no use for; got {_join(unused)}."
-        )
 
 
 def _check_tied_head(names: dict[Path, list[str]], decoder: Decoder) -> None:
@@ -131,12 +96,11 @@ def _check_tied_head(names: dict[Path, list[str]], decoder: Decoder) -> None:
             )
 
 
+def _may_be_left(name: str) -> bool:
+    """Whether it is a tied head, which is compared, or a table of RoPE."""
+    return name == _HEAD or _DERIVED.search(name) is not None
+
+
 @jax.jit
 def _are_equal(embedding: jax.Array, head: np.ndarray) -> jax.Array:
     return jnp.array_equal(embedding, head, equal_nan=True)
-
-
-def _join(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMES])
-    rest = len(names) - _MAX_NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown

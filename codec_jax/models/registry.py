@@ -5,6 +5,7 @@ from pathlib import Path
 
 from codec_jax.models.byte_tokenizer import ByteTokenizer
 from codec_jax.models.config import DTypeName, ModelConfig
+from codec_jax.models.gguf_model import load_gguf, read_gguf_config
 from codec_jax.models.hf_model import load_hf, read_hf_config
 from codec_jax.models.llama import init_decoder
 from codec_jax.models.llama2c import load_llama2c, read_llama2c_config
@@ -20,7 +21,8 @@ _STORIES_DIR = Path(__file__).parent / "data" / _STORIES
 def load_model(name: str, *, dtype: DTypeName | None = None) -> LoadedModel:
     """The model of a name or path, in its own dtype unless `dtype` is given.
 
-    `name` is one of `model_names()` or a folder with config.json, safetensors and tokenizer.json.
+    `name` is one of `model_names()`, a folder with config.json, safetensors and tokenizer.json or a
+    GGUF file (`*.gguf`; needs the package `gguf`), which is dequantised.
     "stories260k" is a trained model of 260 thousand parameters (float32) that writes short stories;
     names that start with "random-" are random weights (bfloat16) in the sizes of real models, for
     measurements.
@@ -34,7 +36,8 @@ def load_model(name: str, *, dtype: DTypeName | None = None) -> LoadedModel:
         return _load_stories(config.dtype)
     if name in PRESETS:
         return LoadedModel(init_decoder(config), _preset_tokenizer(config), name)
-    return load_hf(Path(name), dtype=dtype)
+    path = Path(name)
+    return load_hf(path, dtype=dtype) if path.is_dir() else load_gguf(path, dtype=dtype)
 
 
 def model_config(name: str, *, dtype: DTypeName | None = None) -> ModelConfig:
@@ -46,7 +49,9 @@ def model_config(name: str, *, dtype: DTypeName | None = None) -> ModelConfig:
         return read_llama2c_config(_STORIES_DIR / "stories260K.bin", dtype=dtype or "float32")
     if name in PRESETS:
         return dataclasses.replace(PRESETS[name], dtype=dtype or PRESETS[name].dtype)
-    return read_hf_config(_existing_path(name), dtype=dtype)
+    path = _existing_path(name)
+    read = read_hf_config if path.is_dir() else read_gguf_config
+    return read(path, dtype=dtype)
 
 
 def model_names() -> tuple[str, ...]:
@@ -71,9 +76,9 @@ def _preset_tokenizer(config: ModelConfig) -> Llama2cTokenizer | ByteTokenizer:
 
 def _existing_path(name: str) -> Path:
     path = Path(name)
-    if not path.is_dir():
+    if not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
         raise ValueError(
-            f"`name` must be a folder with config.json or one of {', '.join(model_names())}; got"
-            f" {name!r}."
+            f"`name` must be a folder with config.json, a .gguf file or one of"
+            f" {', '.join(model_names())}; got {name!r}."
         )
     return path

@@ -108,7 +108,31 @@ class YarnRope:
         return plain * (1 - interpolated + interpolated / self.factor)
 
 
-RopeScaling = LinearRope | Llama3Rope | YarnRope
+@dataclass(frozen=True, kw_only=True)
+class FactorsRope:
+    """A factor of its own for each pair of elements, by which its frequency is divided.
+
+    GGUF files hold the scaling of Llama 3.1 like that.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(0 < factor < math.inf for factor in self.factors):
+            raise ValueError(f"`factors` must be positive numbers; got {self.factors!r}.")
+
+    def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
+        """Radians per token of each pair of elements."""
+        if 2 * len(self.factors) != head_dim:
+            raise ValueError(
+                f"`factors` must be {head_dim // 2}, one for each pair of elements of a head; got"
+                f" {len(self.factors)}."
+            )
+        return rope_frequencies(head_dim, theta) / np.asarray(self.factors)
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope | FactorsRope
 
 
 def yarn_attention_factor(

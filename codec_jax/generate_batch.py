@@ -133,9 +133,11 @@ class Batch:
 
     def plan_capacity(self, forest: ForestArrays, *, num_new_tokens: int = 0) -> PlanCapacity:
         """Room for the plans of a forest under the batch's policy."""
-        share = np.asarray(policy_named(self.options.policy).share(forest.parent))
         return PlanCapacity.for_forest(
-            forest, self.spec, share=share, num_new_tokens=num_new_tokens
+            forest,
+            self.spec,
+            policy=policy_named(self.options.policy),
+            num_new_tokens=num_new_tokens,
         )
 
     def arrays(self) -> ForestArrays:

@@ -116,10 +116,10 @@ def prepare_plan(plan: Plan, *, implementation: str) -> PreparedPlan:
     """The plan with the tables of that implementation."""
     if implementation != "mosaic_gpu":
         return PreparedPlan(plan)
-    return PreparedPlan(plan, _kernel_tables(plan))
+    return PreparedPlan(plan, kernel_tables(plan))
 
 
-def _kernel_tables(plan: Plan) -> Tables:
+def kernel_tables(plan: Plan) -> Tables:
     """The kernels' tables without steps.
 
     The kernels number slots in merge order, so that a tile's slots follow each other.
@@ -213,7 +213,7 @@ def attend_packed(
     """`attend_resolved` on packed rows as wide as the pool's heads: float32 out and natural lse."""
     if implementation == "mosaic_gpu":
         rows = rows.astype(pool.k_pages.dtype)
-        return _keep_apart(run_kernels(rows, pool, resolved, layer, logits_scale=logits_scale))
+        return keep_apart(run_kernels(rows, pool, resolved, layer, logits_scale=logits_scale))
     plan, position = resolved.prepared.plan, resolved.q_position
     packed = Rows(
         rows.astype(jnp.float32) * logits_scale,
@@ -244,23 +244,31 @@ def run_kernels(
 
     For measurements. A row without keys is empty by its lse alone: its out may hold anything.
     """
+    if resolved.tables is None:
+        raise ValueError("`resolved` must be prepared for 'mosaic_gpu'; see `prepare_plan`.")
+    offset = jnp.reshape(layer * pool.num_pages, (1,))
+    kv = ((pool.k_pages, pool.v_pages),)
+    return launch_kernels(rows, kv, resolved.tables, offset, logits_scale=logits_scale)
+
+
+def launch_kernels(
+    rows: Float[Array, "num_kv_heads rows head_dim"],
+    kv: tuple[tuple[Array, Array], ...],
+    tables: Tables,
+    page_offset: Int32[Array, " 1"],
+    *,
+    logits_scale: float,
+) -> Partial:
+    """`run_kernels` on any sources of keys and values, see `pallas_kernels.partial_attention`."""
     # Loaded here: without a GPU nobody needs Pallas.
     from pallas_kernels.merge import merge_partials
     from pallas_kernels.partial_attention import partial_attention
 
-    if resolved.tables is None:
-        raise ValueError("`resolved` must be prepared for 'mosaic_gpu'; see `prepare_plan`.")
-    partials, merged = partial_attention(
-        rows,
-        (pool.k_pages, pool.v_pages),
-        resolved.tables,
-        jnp.reshape(layer * pool.num_pages, (1,)),
-        logits_scale=logits_scale,
-    )
-    return Partial(*merge_partials(partials, resolved.tables.slot_indptr, merged))
+    partials, merged = partial_attention(rows, kv, tables, page_offset, logits_scale=logits_scale)
+    return Partial(*merge_partials(partials, tables.slot_indptr, merged))
 
 
-def _keep_apart(partial: Partial) -> Partial:
+def keep_apart(partial: Partial) -> Partial:
     """The same values, out of XLA's sight of where they come from.
 
     XLA lets a custom call write straight into a slice of a larger array (the results of a `scan`),

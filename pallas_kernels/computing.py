@@ -116,7 +116,8 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
     def leave(chunk):
         plgpu.barrier_arrive(launch.barrier("steps_free", chunk))
 
-    walk = Walk(smem["steps"], segment.num_steps, page_size, enter, leave)
+    # Where a page lies is the memory warpgroup's business.
+    walk = Walk(smem["steps"], segment.num_steps, page_size, 1, enter, leave)
 
     def is_foreign(cursor: Cursor):
         return walk.is_inside(cursor) & ~(walk.read(cursor).is_live() & task.has(cursor))

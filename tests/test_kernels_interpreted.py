@@ -44,11 +44,11 @@ def interpreted(batch, plan, page_size, config):
         page_size=page_size,
     )
     rows = pack_rows(jnp.asarray(batch.q), plan).astype(jnp.bfloat16)
-    pages = (cache.pool.k_pages, cache.pool.v_pages)
+    kv = ((cache.pool.k_pages, cache.pool.v_pages),)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         partials, merged = partial_attention(
             rows,
-            pages,
+            kv,
             resolved.tables,
             jnp.zeros(1, jnp.int32),
             logits_scale=batch.q.shape[2] ** -0.5,

@@ -44,7 +44,7 @@ def test_partial_attention_lowers(dtype, head_dim, page_size):
     pages = shape(100, 8, page_size, head_dim, dtype=dtype)
     text = lower(
         lambda q, k, v, tables, offset: partial_attention(
-            q, (k, v), tables, offset, logits_scale=0.1
+            q, ((k, v),), tables, offset, logits_scale=0.1
         ),
         shape(8, 128, head_dim, dtype=dtype),
         pages,

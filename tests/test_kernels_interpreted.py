@@ -34,6 +34,10 @@ def two_warpgroups():
     return KernelConfig(num_stages=2, num_query_buffers=3, interpretable=True)
 
 
+def taking_turns():
+    return KernelConfig(num_stages=2, num_query_buffers=3, takes_turns=True, interpretable=True)
+
+
 def interpreted(batch, plan, page_size, config):
     """out and lse of every request."""
     cache = batch.cache()
@@ -65,6 +69,7 @@ def interpreted(batch, plan, page_size, config):
     [
         (64, 1, two_warpgroups),
         (64, 9, two_warpgroups),
+        (64, 3, taking_turns),
         (16, 3, two_warpgroups),
         (128, 2, one_warpgroup),
     ],

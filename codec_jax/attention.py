@@ -16,6 +16,7 @@ from codec_jax.attention_rows import Rows, pack_positions, pack_rows, unpack_row
 from codec_jax.attention_xla import ChunkConfig, attend_rows
 from codec_jax.kv_cache import KVCache, KVPool
 from codec_jax.partial import Partial
+from codec_jax.planning.device import device_slug
 from codec_jax.planning.merge_order import merge_order
 from codec_jax.planning.plan import Plan, Segments
 from codec_jax.planning.resolve import ResolvedSteps, resolve
@@ -262,9 +263,16 @@ def launch_kernels(
     """`run_kernels` on any sources of keys and values, see `pallas_kernels.partial_attention`."""
     # Loaded here: without a GPU nobody needs Pallas.
     from pallas_kernels.merge import merge_partials
-    from pallas_kernels.partial_attention import partial_attention
+    from pallas_kernels.partial_attention import partial_attention, tokens_of_a_page
+    from pallas_kernels.tuning import best_config
 
-    partials, merged = partial_attention(rows, kv, tables, page_offset, logits_scale=logits_scale)
+    config = best_config(
+        device_slug(), rows.dtype, head_dim=rows.shape[2], page_size=tokens_of_a_page(kv)
+    )
+
+    partials, merged = partial_attention(
+        rows, kv, tables, page_offset, logits_scale=logits_scale, config=config
+    )
     return Partial(*merge_partials(partials, tables.slot_indptr, merged))
 
 

@@ -34,8 +34,8 @@ class KernelConfig:
         more lets the loads run into the next segment.
       num_compute_warpgroups: 2 give a segment of two tiles one each, and share the blocks of a
         segment of one; 1 walks tile by tile.
-      takes_turns: two compute warpgroups with a tile each take turns: while one multiplies, the other
-        computes its softmax.
+      takes_turns: two compute warpgroups with a tile each take turns: while one multiplies, the
+        other computes its softmax.
       interpretable: a slower body that the Mosaic interpreter can run: the weights pass through
         shared memory, and nothing is said to the next launch.
     """

@@ -83,8 +83,7 @@ def partial_attention(
       tiles marked FINAL, out `[num_kv_heads, rows, head_dim]` and lse `[num_kv_heads, rows]`;
       float32. A tile without keys is (0, -inf). What no segment names is left unwritten.
     """
-    head_dim = q.shape[2]
-    page_size = next((k.shape[2] for k, _ in kv if k.ndim == 4), BLOCK_KV)
+    head_dim, page_size = q.shape[2], tokens_of_a_page(kv)
     config = KernelConfig.heuristic(head_dim, q.dtype) if config is None else config
     num_slots, f32 = 2 * tables.segments.shape[0], jnp.float32
     kernel = plgpu.kernel(
@@ -105,6 +104,11 @@ def partial_attention(
     *read, slot_indptr = tables
     results = kernel(q, kv, *read, page_offset, slot_indptr)
     return tuple(results[:2]), tuple(results[2:])
+
+
+def tokens_of_a_page(kv: tuple[tuple[Array, Array], ...]) -> int:
+    """Tokens of a step: of a page where a source is paged, else of a block."""
+    return next((k.shape[2] for k, _ in kv if k.ndim == 4), BLOCK_KV)
 
 
 def _smem(config: KernelConfig, head_dim: int, dtype) -> dict:

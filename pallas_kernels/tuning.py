@@ -1,7 +1,7 @@
 """Tuned configurations: what was fastest on a device, by shape.
 
-`python -m experiments.tune_kernels` measures and writes `data/<device>.json`; without a file, or for
-a shape that it does not hold, `KernelConfig.heuristic` decides.
+`python -m experiments.tune_kernels` measures and writes `data/<device>.json`; without a file, or
+for a shape that it does not hold, `KernelConfig.heuristic` decides.
 """
 
 import dataclasses

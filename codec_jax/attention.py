@@ -21,7 +21,7 @@ from codec_jax.planning.merge_order import merge_order
 from codec_jax.planning.plan import Plan, Segments
 from codec_jax.planning.resolve import ResolvedSteps, resolve
 from codec_jax.planning.scans import iota
-from pallas_kernels import Tables, pack_table, pack_tables, padded_head_dim, supports
+from pallas_kernels import KernelConfig, Tables, pack_table, pack_tables, padded_head_dim, supports
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")
 
@@ -240,16 +240,20 @@ def run_kernels(
     layer: Int32[Array, ""],
     *,
     logits_scale: float,
+    config: KernelConfig | None = None,
 ) -> Partial:
     """Two launches and nothing else: every segment's partial result, then their merge.
 
-    For measurements. A row without keys is empty by its lse alone: its out may hold anything.
+    For measurements, in the device's tuned configuration or another one. A row without keys is
+    empty by its lse alone: its out may hold anything.
     """
     if resolved.tables is None:
         raise ValueError("`resolved` must be prepared for 'mosaic_gpu'; see `prepare_plan`.")
     offset = jnp.reshape(layer * pool.num_pages, (1,))
     kv = ((pool.k_pages, pool.v_pages),)
-    return launch_kernels(rows, kv, resolved.tables, offset, logits_scale=logits_scale)
+    return launch_kernels(
+        rows, kv, resolved.tables, offset, logits_scale=logits_scale, config=config
+    )
 
 
 def launch_kernels(
@@ -259,6 +263,7 @@ def launch_kernels(
     page_offset: Int32[Array, " 1"],
     *,
     logits_scale: float,
+    config: KernelConfig | None = None,
 ) -> Partial:
     """`run_kernels` on any sources of keys and values, see `pallas_kernels.partial_attention`."""
     # Loaded here: without a GPU nobody needs Pallas.
@@ -266,7 +271,7 @@ def launch_kernels(
     from pallas_kernels.partial_attention import partial_attention, tokens_of_a_page
     from pallas_kernels.tuning import best_config
 
-    config = best_config(
+    config = config or best_config(
         device_slug(), rows.dtype, head_dim=rows.shape[2], page_size=tokens_of_a_page(kv)
     )
 

@@ -26,7 +26,7 @@ class Carrier:
 
     @property
     def next_layer(self) -> int:
-        """Number of the layer whose turn it is, from 0, for hooks that cannot tell by themselves."""
+        """Number of the layer whose turn it is, from 0, for hooks that cannot tell."""
         return len(self._ran)
 
     def attend(

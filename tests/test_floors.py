@@ -33,7 +33,7 @@ FLOORS = (
     Floor(2, ("codec_jax.attention*", "codec_jax.kv_cache", "codec_jax.partial")),
     Floor(
         3,
-        ("codec_jax.models",),  # attention is injected
+        ("codec_jax.models", "codec_jax.flax"),  # attention is injected
         (
             "codec_jax.attention*",
             "codec_jax.forest*",

@@ -177,6 +177,25 @@ def test_a_list_of_templates_holds_names_and_texts(folder, item):
     assert load_chat_template(folder) is None
 
 
+def test_a_bad_template_is_refused_by_its_file(folder):
+    path = folder / "tokenizer_config.json"
+    write(folder, path.name, chat_template="{{ 'x'.index('y') }}")
+    template = load_chat_template(folder)
+    assert template is not None
+    with pytest.raises(ValueError, match="`") as error:
+        template.render("hi")
+    assert str(error.value) == (
+        f"`chat_template` in {path} must render one user message; substring not found."
+    )
+    path = folder / "chat_template.jinja"
+    path.write_text("{% if")
+    with pytest.raises(ValueError, match="`") as error:
+        load_chat_template(folder)
+    assert str(error.value) == (
+        f"`{path}` must be a Jinja template; got unexpected 'end of template'."
+    )
+
+
 IDS = "ids in [0, 263)"
 BAD_SETTINGS = {
     "a text for a stop id": ("config.json", "eos_token_id", "x", IDS),
@@ -272,7 +291,7 @@ BAD_TEMPLATES = {
 def test_a_bad_template_is_refused_and_runs_nothing(name):
     source, message = BAD_TEMPLATES[name]
     with pytest.raises(ValueError, match="`place`") as error:
-        ChatTemplate(source, {}, "place").render("hí")
+        ChatTemplate(source, {}, "`place`").render("hí")
     assert str(error.value).startswith(message)
     assert not str(error.value).endswith("..")
 

@@ -19,7 +19,10 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], place: str):
-        """Raises `ValueError` for a template that is not one; `place` says where it came from."""
+        """Raises `ValueError` for a template that is not one.
+
+        `place`, as in "`chat_template` in x.json", says in messages where it came from.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -31,7 +34,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
             reason = str(error).rstrip(".")
-            raise ValueError(f"`{place}` must be a Jinja template; got {reason}.") from error
+            raise ValueError(f"{place} must be a Jinja template; got {reason}.") from error
 
     def render(self, text: str) -> str:
         """The conversation in which a user says `text` and the model is about to answer.
@@ -50,7 +53,7 @@ class ChatTemplate:
             return self._template.render(variables)
         except Exception as error:  # whatever the program that a template is may raise
             reason = str(error).rstrip(".")
-            raise ValueError(f"`{self._place}` must render one user message; {reason}.") from error
+            raise ValueError(f"{self._place} must render one user message; {reason}.") from error
 
 
 class ChatTokenizer:

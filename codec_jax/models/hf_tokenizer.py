@@ -127,6 +127,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     settings = read_json(folder / _SETTINGS) or {}
     place = folder / f"{_TEMPLATE}.jinja"
     source = load_text(place)
+    where = f"`{place}`" if source is not None else None
     if source is None:
         place = folder / f"{_TEMPLATE}.json"
         source = (read_json(place) or {}).get(_TEMPLATE)
@@ -139,7 +140,8 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise ValueError(f"`{_TEMPLATE}` in {place} must be a text; got {type(source).__name__}.")
-    return ChatTemplate(source, special_tokens(settings, folder / _SETTINGS), str(place))
+    where = where or f"`{_TEMPLATE}` in {place}"
+    return ChatTemplate(source, special_tokens(settings, folder / _SETTINGS), where)
 
 
 def special_tokens(settings: Mapping[str, Any], path: Path) -> dict[str, str]:

@@ -65,18 +65,18 @@ class Case:
 
     @property
     def capacity(self) -> PlanCapacity:
-        shared = POLICIES[self.policy].shares_all
+        policy = POLICIES[self.policy]
         units = self.max_requests * self.spec.units_per_request
         tiles = 2 * -(-units // self.spec.units_per_tile) + 1
         path_tokens = self.max_tail + self.max_kept
         # Paths have at most as many nodes as there are requests, half as many on average.
         path_pages = self.max_requests * (self.max_requests + -(-path_tokens // self.page_size))
         items = tiles + 128
-        segments = items * self.num_kv_heads + self.num_workers - 1
+        segments = items * self.num_kv_heads + policy.most_cuts(self.num_workers)
         return PlanCapacity(
-            virtual_nodes=MAX_NODES if shared else MAX_VIRTUAL_NODES,
+            virtual_nodes=MAX_VIRTUAL_NODES if policy.repeats else MAX_NODES,
             tiles=tiles,
-            steps=self.forest_capacity["page_entries"] if shared else path_pages,
+            steps=path_pages if policy.repeats else self.forest_capacity["page_entries"],
             items=items,
             segments=segments,
             slots=2 * segments,

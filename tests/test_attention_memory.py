@@ -40,7 +40,7 @@ def temporary_bytes(*, num_tokens, num_sharers):
             policy=policy,
             cost=CostModel.closed_form(SPEC),
             capacity=PlanCapacity.for_forest(export_arrays(forest, capacity), SPEC,
-                                             share=np.ones(64, bool)),
+                                             policy=POLICIES["balanced"]),
         ),
         shapes(arrays),
     )  # fmt: skip

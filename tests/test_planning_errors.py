@@ -93,10 +93,12 @@ def test_capacity_refuses_what_is_not_positive(name):
         dataclasses.replace(SMALL.capacity, **{name: -1})
 
 
+@pytest.mark.parametrize("value", [-1, 0.5])
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CostModel)])
-def test_cost_refuses_what_is_not_positive(name):
-    with pytest.raises(ValueError, match=rf"^`{name}` must be a positive integer; got 0\.$"):
-        dataclasses.replace(CostModel.closed_form(SMALL.spec), **{name: 0})
+def test_cost_refuses_what_is_no_number_of_ticks(name, value):
+    rule = rf"^`{name}` must be an integer of at least {int(name != 'slot_ticks')}; got {value}\.$"
+    with pytest.raises(ValueError, match=rule):
+        dataclasses.replace(CostModel.closed_form(SMALL.spec), **{name: value})
 
 
 def test_an_unknown_policy_lists_the_known_ones(batch):

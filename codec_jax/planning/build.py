@@ -17,7 +17,7 @@ from codec_jax.planning.scans import iota
 from codec_jax.planning.segments import divide
 from codec_jax.planning.spec import TILE_ROWS, PlanCapacity, PlanSpec, Workload
 from codec_jax.planning.tiles import Tiles, form_tiles
-from codec_jax.planning.virtual_nodes import planned_pages, virtual_nodes
+from codec_jax.planning.virtual_nodes import VirtualNodes, copies_of, node_units, virtual_nodes
 
 
 class PlanOverflowError(RuntimeError):
@@ -31,6 +31,7 @@ def build_plan(
     policy: str = "balanced",
     num_new_tokens: int = 0,
     capacity: PlanCapacity | None = None,
+    cost: CostModel | None = None,
 ) -> Plan:
     """A checked plan for one host visit (CoDec, arXiv 2505.17694, section on task division).
 
@@ -40,6 +41,7 @@ def build_plan(
       policy: which nodes are shared; see `planning.policies.POLICIES`.
       num_new_tokens: tokens that each private leaf may gain while the plan is in use.
       capacity: array sizes; by default sizes that always suffice, in powers of two.
+      cost: ticks of steps and segments; by default a closed form. See `planning.profiles`.
 
     Raises:
       ValueError: unknown policy, a forest that is empty, of another page size or with requests
@@ -53,11 +55,12 @@ def build_plan(
         )
     forest = ForestArrays(*(np.asarray(field) for field in forest))
     _check_forest(forest, spec, num_new_tokens)
-    share = np.asarray(chosen.share(forest.parent))
-    work = Workload.of_forest(forest, spec, share=share, num_new_tokens=num_new_tokens)
+    work = Workload.of_forest(forest, spec, policy=chosen, num_new_tokens=num_new_tokens)
     if capacity is None:
-        capacity = PlanCapacity.for_forest(forest, spec, share=share, num_new_tokens=num_new_tokens)
-    cost = CostModel.closed_form(spec)
+        capacity = PlanCapacity.for_forest(
+            forest, spec, policy=chosen, num_new_tokens=num_new_tokens
+        )
+    cost = cost or CostModel.closed_form(spec)
     _check_ticks(spec, capacity, cost, most_steps=work.most_steps())
     plan = plan_forest(
         forest, np.int32(num_new_tokens), spec=spec, policy=chosen, cost=cost, capacity=capacity
@@ -82,28 +85,27 @@ def plan_forest(
     one stream for the narrow nodes of a tile, blocks of two tiles for wide nodes; all on one line
     of cost, cut into equal ranges.
     """
-    pages = planned_pages(forest, num_new_tokens, page_size=spec.page_size)
-    num_units = forest.num_requests * spec.units_per_request
+    units = node_units(forest, num_new_tokens, spec=spec)
     tiles = form_tiles(
-        forest.request_lo * spec.units_per_request,
-        forest.request_hi * spec.units_per_request,
-        pages,
-        num_units,
+        *units,
+        forest.num_requests * spec.units_per_request,
         spec=spec,
         shape=(forest.request_row.shape[0] * spec.units_per_request, capacity.tiles),
     )
-    nodes = virtual_nodes(forest, pages, policy=policy, capacity=capacity.virtual_nodes)
+    if policy.repeats or capacity.virtual_nodes != forest.parent.shape[0]:
+        nodes = virtual_nodes(
+            units,
+            tiles,
+            copies_of(forest, units, tiles, policy=policy, cost=cost),
+            units_per_request=spec.units_per_request,
+            capacity=capacity.virtual_nodes,
+        )
+    else:  # the nodes themselves, in order already
+        nodes = VirtualNodes(iota(capacity.virtual_nodes), *units, forest.num_nodes)
     runs = lay_runs(nodes, tiles, spec=spec)
     steps = make_steps(forest, nodes, runs, page_size=spec.page_size, capacity=capacity.steps)
     items, num_items = make_items(nodes, runs, num_tiles=capacity.tiles, capacity=capacity.items)
-    division = divide(
-        items,
-        num_kv_heads=spec.num_kv_heads,
-        num_workers=spec.num_workers,
-        cost=cost,
-        cuts=policy.cuts,
-        capacity=capacity.segments,
-    )
+    division = divide(items, spec=spec, policy=policy, cost=cost, capacity=capacity.segments)
     tile_indptr, tile_items = items_of_tiles(items, num_tiles=capacity.tiles)
     counts = PlanCounts(
         virtual_nodes=nodes.total,

@@ -6,6 +6,10 @@ Ticks are integers because a running sum of floats is not monotone, and cuts are
 import dataclasses
 from typing import Self
 
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from codec_jax.planning.plan import Items, Segments
 from codec_jax.planning.spec import PlanSpec
 
 
@@ -17,20 +21,28 @@ class CostModel:
       step_ticks: a page for one tile.
       wide_step_ticks: a page for two tiles.
       segment_ticks: what a segment costs besides its steps: first loads, epilogue, results.
+      slot_ticks: what a partial result costs to merge; 0 counts it with its segment.
     """
 
     step_ticks: int
     wide_step_ticks: int
     segment_ticks: int
+    slot_ticks: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
+            least, value = (0 if field.name == "slot_ticks" else 1), getattr(self, field.name)
+            if not isinstance(value, int) or value < least:
                 raise ValueError(
-                    f"`{field.name}` must be a positive integer; got {getattr(self, field.name)}."
+                    f"`{field.name}` must be an integer of at least {least}; got {value!r}."
                 )
 
     @classmethod
     def closed_form(cls, spec: PlanSpec) -> Self:
         """Costs without a profile: a step costs its tokens, a segment 128 tokens more."""
         return cls(step_ticks=spec.page_size, wide_step_ticks=2 * spec.page_size, segment_ticks=128)
+
+
+def item_step_ticks(items: Items | Segments, cost: CostModel) -> Int32[Array, " items"]:
+    """Ticks of one step of each item (or segment)."""
+    return jnp.where(items.num_tiles > 1, cost.wide_step_ticks, cost.step_ticks).astype(jnp.int32)

@@ -35,8 +35,8 @@ class Runs(NamedTuple):
 
 def lay_runs(nodes: VirtualNodes, tiles: Tiles, *, spec: PlanSpec) -> Runs:
     """Where each virtual node's rows and steps lie."""
-    first_unit = nodes.request_lo * spec.units_per_request
-    last_unit = jnp.maximum(nodes.request_hi * spec.units_per_request - 1, first_unit)
+    first_unit = nodes.unit_lo
+    last_unit = jnp.maximum(nodes.unit_hi - 1, first_unit)
     tile_lo, tile_hi = tiles.unit_tile[first_unit], tiles.unit_tile[last_unit]
     wide = (tile_lo != tile_hi) & (nodes.num_pages > 0)
     wide_steps = jnp.where(wide, nodes.num_pages, 0)

@@ -27,3 +27,8 @@ def indptr(counts: Int32[Array, " n"]) -> Int32[Array, " n+1"]:
 def owner_of(position: Int32[Array, " m"], ends: Int32[Array, " n"]) -> Int32[Array, " m"]:
     """First run whose end lies past each position (empty runs own nothing); n past the last end."""
     return jnp.searchsorted(ends, position, side="right").astype(jnp.int32)
+
+
+def ceil_div(numerator: Int32[Array, "..."], denominator: Int32[Array, "..."] | int):
+    """The quotient rounded up, without the sum of both, which can pass 2**31 - 1."""
+    return numerator // denominator + (numerator % denominator != 0).astype(jnp.int32)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from codec_jax.forest_arrays import ForestArrays
+from codec_jax.planning.policies import MAX_STREAM_PAGES, Policy
 
 TILE_ROWS = 64
 """Rows of one tile: the smallest M of a Hopper matrix product (wgmma)."""
@@ -84,7 +85,7 @@ class PlanCapacity:
         forest: ForestArrays,
         spec: PlanSpec,
         *,
-        share: np.ndarray,
+        policy: Policy,
         num_new_tokens: int = 0,
     ) -> Self:
         """Sizes that no plan of this forest exceeds, rounded up to powers of two.
@@ -92,25 +93,29 @@ class PlanCapacity:
         Args:
           forest: the forest's arrays (NumPy).
           spec: head counts, page size, workers.
-          share: bool per node, whether its sharers read it once (a policy's mask).
+          policy: what is shared and how work is divided.
           num_new_tokens: tokens that each private leaf may gain before the next plan.
 
-        A node that n units share touches at most ceil(n / min_units_per_tile) + 1 tiles, in items
-        of two; a tile has at most one stream; W workers cut the line of pairs in at most W - 1
-        places.
+        With U units (requests, or rows of large groups) to a tile and at least M:
+          tiles <= 2 ceil(units / U) + 1;
+          a node of n units touches at most ceil(n / M) + 1 tiles, in items of two;
+          items <= those of nodes that may touch two tiles, and a stream for each tile;
+          steps <= pages of all virtual nodes;
+          segments <= kv_heads * items + `Policy.most_cuts`;
+          slots <= 2 * segments.
         """
-        work = Workload.of_forest(forest, spec, share=share, num_new_tokens=num_new_tokens)
+        work = Workload.of_forest(forest, spec, policy=policy, num_new_tokens=num_new_tokens)
         # Sizes follow the capacity of the forest arrays, so that batches that fit it share them.
         all_units = forest.request_row.shape[0] * spec.units_per_request
         tiles = 2 * -(-all_units // spec.units_per_tile) + 1
         items = tiles + _power_of_two(int(work.blocks.sum()), at_least=max(tiles, 8))
-        segments = items * spec.num_kv_heads + spec.num_workers - 1
+        segments = items * spec.num_kv_heads + policy.most_cuts(spec.num_workers)
         nodes, entries = forest.parent.shape[0], forest.page_list.shape[0]
         virtual_nodes = _power_of_two(int(work.copies.sum()))
         return cls(
-            virtual_nodes=nodes if share.all() else max(nodes, virtual_nodes),
+            virtual_nodes=max(nodes, virtual_nodes) if policy.repeats else nodes,
             tiles=tiles,
-            steps=max(entries, _power_of_two(int((work.pages * work.copies).sum()))),
+            steps=max(entries, _power_of_two(int(work.steps.sum()))),
             items=items,
             segments=segments,
             slots=2 * segments,
@@ -131,31 +136,46 @@ class Workload(NamedTuple):
 
     Attributes:
       pages: pages that the node's tokens can reach.
-      copies: virtual nodes it becomes: 1 when shared, one for each sharer when not.
+      copies: virtual nodes it can become: 1 when shared, one for each sharer when not, one for
+        each tile that it may touch when the policy may repeat it for each tile.
       blocks: items of two tiles that its copies can become; 0 where none can straddle a tile.
+      steps: pages of all its copies.
     """
 
     pages: np.ndarray
     copies: np.ndarray
     blocks: np.ndarray
+    steps: np.ndarray
 
     @classmethod
     def of_forest(
-        cls, forest: ForestArrays, spec: PlanSpec, *, share: np.ndarray, num_new_tokens: int
+        cls, forest: ForestArrays, spec: PlanSpec, *, policy: Policy, num_new_tokens: int
     ) -> Self:
         """The bounds for a forest's arrays; zero in padding."""
+        share = np.asarray(policy.share(np.asarray(forest.parent)))
         live = np.arange(forest.parent.shape[0]) < int(forest.num_nodes)
         sharers = np.where(live, forest.request_hi - forest.request_lo, 0).astype(np.int64)
+
+        def pages_of(reach):
+            return np.where(reach > 0, -(-(forest.first_row + reach) // spec.page_size), 0)
+
         reach = np.minimum(forest.kv_len + num_new_tokens, forest.max_kv_len).astype(np.int64)
-        pages = np.where(reach > 0, -(-(forest.first_row + reach) // spec.page_size), 0)
+        pages = pages_of(reach)
         copies = np.where(share, np.minimum(sharers, 1), sharers)
         units = np.where(share, sharers, 1) * spec.units_per_request
         touched = np.where(units > 1, -(-units // spec.min_units_per_tile) + 1, 1)
-        return cls(pages, copies, np.where(touched > 1, copies * ((touched + 1) // 2), 0))
+        blocks = np.where(touched > 1, copies * ((touched + 1) // 2), 0)
+        if not policy.streams_short:
+            return cls(pages, copies, blocks, pages * copies)
+        # A node that is short now may be repeated, and no more once it has grown.
+        may_repeat = (touched > 1) & (pages > 0) & (pages_of(forest.kv_len) <= MAX_STREAM_PAGES)
+        steps = np.maximum(pages * copies, np.minimum(pages, MAX_STREAM_PAGES) * touched)
+        copies = np.where(may_repeat, touched, copies)
+        return cls(pages, copies, blocks, np.where(may_repeat, steps, pages * copies))
 
     def most_steps(self) -> int:
         """Upper bound on the steps that all items walk together, for one KV head."""
-        return int((self.pages * np.maximum(self.copies, self.blocks)).sum())
+        return int(np.maximum(self.steps, self.pages * self.blocks).sum())
 
 
 def _power_of_two(value: int, *, at_least: int = 1) -> int:

@@ -15,11 +15,13 @@ class Tiles(NamedTuple):
     Attributes:
       unit_tile: tile of each unit, in depth-first order.
       unit_row: packed row of each unit's first row.
+      first_unit: first unit of each tile, and past the last tile's last one.
       num_tiles: tiles in use.
     """
 
     unit_tile: Int32[Array, " units"]
     unit_row: Int32[Array, " units"]
+    first_unit: Int32[Array, " tiles+1"]
     num_tiles: Int32[Array, ""]
 
 
@@ -48,11 +50,12 @@ def form_tiles(
     max_units, max_tiles = shape
     price = _border_prices(node_lo, node_hi, node_pages, size=max_units + 1)
     following = _next_border(price, num_units, spec)
-    starts = _follow(following, count=max_tiles)
+    first_unit = _follow(following, count=max_tiles + 1)
+    starts = first_unit[:-1]
     units = iota(max_units)
     unit_tile = jnp.searchsorted(starts, units, side="right").astype(jnp.int32) - 1
     unit_row = unit_tile * TILE_ROWS + (units - starts[unit_tile]) * spec.rows_per_unit
-    return Tiles(unit_tile, unit_row, _count_tiles(following, num_units))
+    return Tiles(unit_tile, unit_row, first_unit, _count_tiles(following, num_units))
 
 
 def _border_prices(node_lo, node_hi, node_pages, *, size: int):

@@ -1,66 +1,146 @@
-"""Virtual nodes: what is read on its own. A shared node once, an unshared one for each sharer."""
+"""Virtual nodes: what is read on its own. A shared node once, another once for each of its readers.
+
+A unit is a request's rows, or one row where a group of query heads exceeds a tile.
+"""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from codec_jax.forest_arrays import ForestArrays
-from codec_jax.planning.policies import Policy
-from codec_jax.planning.scans import exclusive_sum, inclusive_sum, iota, owner_of
+from codec_jax.planning.cost import CostModel
+from codec_jax.planning.policies import MAX_STREAM_PAGES, Policy
+from codec_jax.planning.scans import inclusive_sum, iota, owner_of
+from codec_jax.planning.spec import PlanSpec
+from codec_jax.planning.tiles import Tiles
+
+
+class NodeUnits(NamedTuple):
+    """What each node of the forest is read for.
+
+    Attributes:
+      unit_lo, unit_hi: run of units; empty in padding.
+      num_pages: pages to read; 0 in padding.
+    """
+
+    unit_lo: Int32[Array, " nodes"]
+    unit_hi: Int32[Array, " nodes"]
+    num_pages: Int32[Array, " nodes"]
+
+
+class Copies(NamedTuple):
+    """How often each node is read.
+
+    Attributes:
+      by_tile: once for each tile that it touches.
+      by_request: once for each request.
+      number: how often.
+    """
+
+    by_tile: Bool[Array, " nodes"]
+    by_request: Bool[Array, " nodes"]
+    number: Int32[Array, " nodes"]
 
 
 class VirtualNodes(NamedTuple):
-    """Nodes as the policy reads them, in depth-first order of their first request.
+    """Nodes as the policy reads them, in order of their first unit.
 
     Attributes:
       node: the forest's node.
-      request_lo, request_hi: run of depth-first requests it is read for; empty in padding.
+      unit_lo, unit_hi: run of units it is read for; empty in padding.
       num_pages: pages to read; 0 in padding.
       total: how many there are.
     """
 
     node: Int32[Array, " virtual_nodes"]
-    request_lo: Int32[Array, " virtual_nodes"]
-    request_hi: Int32[Array, " virtual_nodes"]
+    unit_lo: Int32[Array, " virtual_nodes"]
+    unit_hi: Int32[Array, " virtual_nodes"]
     num_pages: Int32[Array, " virtual_nodes"]
     total: Int32[Array, ""]
 
 
-def planned_pages(
-    forest: ForestArrays, num_new_tokens: Int32[Array, ""], *, page_size: int
-) -> Int32[Array, " nodes"]:
-    """Pages of each node that its live tokens can reach within `num_new_tokens` more tokens."""
+def node_units(
+    forest: ForestArrays, num_new_tokens: Int32[Array, ""], *, spec: PlanSpec
+) -> NodeUnits:
+    """Each node's units, and the pages that it can reach within `num_new_tokens` more tokens."""
     reach = jnp.minimum(forest.kv_len + num_new_tokens, forest.max_kv_len)
-    pages = (forest.first_row + reach + page_size - 1) // page_size
+    pages = (forest.first_row + reach + spec.page_size - 1) // spec.page_size
     live = (reach > 0) & (forest.request_hi > forest.request_lo)
-    return jnp.where(live, pages, 0)
+    return NodeUnits(
+        forest.request_lo * spec.units_per_request,
+        forest.request_hi * spec.units_per_request,
+        jnp.where(live, pages, 0),
+    )
+
+
+def copies_of(
+    forest: ForestArrays, nodes: NodeUnits, tiles: Tiles, *, policy: Policy, cost: CostModel
+) -> Copies:
+    """How often the policy reads each node."""
+    sharers = forest.request_hi - forest.request_lo
+    by_request = ~policy.share(forest.parent)
+    count = jnp.where(by_request, sharers, jnp.minimum(sharers, 1))
+    if not policy.streams_short:
+        return Copies(jnp.zeros_like(by_request), by_request, count)
+    touched = _touched_tiles(nodes, tiles)[1]
+    by_tile = ~by_request & _is_cheaper_by_tile(nodes, touched, cost=cost)
+    return Copies(by_tile, by_request, jnp.where(by_tile, touched, count))
 
 
 def virtual_nodes(
-    forest: ForestArrays, num_pages: Int32[Array, " nodes"], *, policy: Policy, capacity: int
+    nodes: NodeUnits, tiles: Tiles, copies: Copies, *, units_per_request: int, capacity: int
 ) -> VirtualNodes:
-    """The forest's nodes, those that the policy does not share repeated for each sharer.
+    """The nodes, each as often as it is read.
 
-    Narrow nodes of one tile must follow each other. In preorder the first request never falls, so
-    shared nodes are in order as they come; copies of unshared ones are sorted (stably) by request.
+    Narrow nodes of one tile must follow each other. In preorder the first unit never falls, so
+    nodes are in order as they come; copies are sorted (stably) by their first unit.
     """
-    if policy.shares_all and capacity == forest.parent.shape[0]:
-        return VirtualNodes(
-            iota(capacity), forest.request_lo, forest.request_hi, num_pages, forest.num_nodes
-        )
-    sharers = forest.request_hi - forest.request_lo
-    copies = jnp.where(policy.share(forest.parent), jnp.minimum(sharers, 1), sharers)
-    first = exclusive_sum(copies)
-    total = jnp.sum(copies, dtype=jnp.int32)
+    place, ends = iota(capacity), inclusive_sum(copies.number)
+    node = jnp.minimum(owner_of(place, ends), ends.shape[0] - 1)
+    copy = place - (ends - copies.number)[node]
+    unit_lo, unit_hi = nodes.unit_lo[node], nodes.unit_hi[node]
+    tile = jnp.minimum(_touched_tiles(nodes, tiles)[0][node] + copy, tiles.first_unit.size - 2)
+    own = unit_lo + copy * units_per_request
 
-    place = iota(capacity)
-    node = jnp.minimum(owner_of(place, inclusive_sum(copies)), copies.shape[0] - 1)
-    one_each = copies[node] == sharers[node]
-    lo = forest.request_lo[node] + jnp.where(one_each, place - first[node], 0)
-    hi = jnp.where(one_each, lo + 1, forest.request_hi[node])
-    live = place < total
+    def choose(of_tile, of_request, whole):
+        return jnp.where(
+            copies.by_tile[node], of_tile, jnp.where(copies.by_request[node], of_request, whole)
+        )
+
+    lo = choose(jnp.maximum(unit_lo, tiles.first_unit[tile]), own, unit_lo)
+    hi = choose(jnp.minimum(unit_hi, tiles.first_unit[tile + 1]), own + units_per_request, unit_hi)
+    live = place < ends[-1]
     order = jnp.argsort(jnp.where(live, lo, jnp.iinfo(jnp.int32).max), stable=True)
-    pages = jnp.where(live, num_pages[node], 0)
+    pages = jnp.where(live, nodes.num_pages[node], 0)
     lo, hi = jnp.where(live, lo, 0), jnp.where(live, hi, 0)
-    return VirtualNodes(node[order], lo[order], hi[order], pages[order], total)
+    return VirtualNodes(node[order], lo[order], hi[order], pages[order], ends[-1])
+
+
+def _touched_tiles(
+    nodes: NodeUnits, tiles: Tiles
+) -> tuple[Int32[Array, " nodes"], Int32[Array, " nodes"]]:
+    """First tile that each node's units lie in, and in how many they lie."""
+    last = jnp.maximum(nodes.unit_hi - 1, nodes.unit_lo)
+    tile_lo = tiles.unit_tile[nodes.unit_lo]
+    return tile_lo, tiles.unit_tile[last] - tile_lo + 1
+
+
+def _is_cheaper_by_tile(
+    nodes: NodeUnits, touched: Int32[Array, " nodes"], *, cost: CostModel
+) -> Bool[Array, " nodes"]:
+    """Whether a wide node costs less in the streams of its tiles than as blocks of two tiles.
+
+    In a stream it is `num_pages` steps more for each tile; its blocks are segments with partial
+    results of their own, but walk the pages once for two tiles. Exact in ticks where every tile has
+    a stream anyway.
+    """
+    pages, pairs, single = nodes.num_pages, touched // 2, touched % 2
+    # What is too long is not repeated; it is cut here so that nothing overflows.
+    short = jnp.minimum(pages, MAX_STREAM_PAGES)
+    per_pair = cost.segment_ticks + 2 * cost.slot_ticks + short * cost.wide_step_ticks
+    per_single = cost.segment_ticks + cost.slot_ticks + short * cost.step_ticks
+    in_blocks = pairs * per_pair + single * per_single
+    in_streams = touched * short * cost.step_ticks
+    is_candidate = (touched > 1) & (pages > 0) & (pages <= MAX_STREAM_PAGES)
+    return is_candidate & (in_streams <= in_blocks)

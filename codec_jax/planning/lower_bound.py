@@ -1,0 +1,54 @@
+"""The makespan that no division of the work can beat."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from codec_jax.planning.cost import CostModel, item_step_ticks
+from codec_jax.planning.plan import Items
+from codec_jax.planning.scans import ceil_div
+from codec_jax.planning.spec import PlanSpec
+
+
+def lower_bound_ticks(items: Items, *, spec: PlanSpec, cost: CostModel) -> Int32[Array, ""]:
+    """The smallest c that passes a test which every makespan passes, by binary search.
+
+    Under a makespan c no piece is longer than c, so item i falls into at least b_i(c) pieces, each
+    with a segment's cost of its own, and together they fit into W workers:
+
+        sum_i H (steps_i * step_ticks_i + b_i(c) * segment_ticks) <= W c,
+
+    with H KV heads. The left side falls and the right side rises with c (CoDec, arXiv 2505.17694,
+    section on workload balancing). 0 when there is nothing to do.
+    """
+    step = item_step_ticks(items, cost)
+    live = items.num_steps > 0
+    work = jnp.sum(items.num_steps * step, dtype=jnp.int32) * spec.num_kv_heads
+    segments = jnp.sum(live, dtype=jnp.int32) * (spec.num_kv_heads * cost.segment_ticks)
+    # One step of each kind must fit, and what all workers do together without a cut.
+    least = cost.segment_ticks + jnp.max(jnp.where(live, step, 0))
+    least = jnp.maximum(least, ceil_div(work + segments, spec.num_workers))
+
+    def fits(makespan: Int32[Array, ""]) -> Bool[Array, ""]:
+        pieces = jnp.sum(num_pieces(items, makespan, cost=cost), dtype=jnp.int32)
+        total = work + pieces * (spec.num_kv_heads * cost.segment_ticks)
+        return ceil_div(total, spec.num_workers) <= makespan
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2
+        is_enough = fits(middle)
+        return jnp.where(is_enough, low, middle + 1), jnp.where(is_enough, middle, high)
+
+    # With the longest pair in one piece, a piece for each pair is enough: that is the upper end.
+    longest = jnp.max(jnp.where(live, cost.segment_ticks + items.num_steps * step, 0))
+    bound, _ = lax.fori_loop(0, 31, halve, (least, jnp.maximum(least, longest)))
+    return jnp.where(jnp.any(live), bound, 0)
+
+
+def num_pieces(
+    items: Items, makespan: Int32[Array, ""], *, cost: CostModel
+) -> Int32[Array, " items"]:
+    """Fewest pieces of each item, for each KV head, that all fit in a makespan."""
+    most_steps = (makespan - cost.segment_ticks) // item_step_ticks(items, cost)
+    return ceil_div(items.num_steps, jnp.maximum(most_steps, 1))

@@ -1,0 +1,117 @@
+"""Measured cost profiles: what steps, segments and partial results take on a device.
+
+`python -m experiments.profile_cost` measures them and writes `profiles/<device>.json`; without a
+profile of the device, plans are made with `CostModel.closed_form`.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any, Self
+
+from codec_jax.planning.cost import CostModel
+from codec_jax.planning.spec import PlanSpec
+
+FOLDER = Path(__file__).parent / "profiles"
+
+TICKS_PER_US = 64
+"""Ticks are integers; a step of 64 tokens takes about one microsecond."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostProfile:
+    """What the kernels take, in microseconds, with all workers busy and the pages in cache.
+
+    Attributes:
+      dtype, head_dim, page_size: of keys and values; head_dim as stored.
+      num_workers: workers that were busy.
+      step_us: a page for one tile, on one worker.
+      wide_step_us: a page for two tiles, on one worker.
+      segment_us: what a segment costs besides its steps, on one worker.
+      slot_us: what a partial result of 64 rows costs, all workers together.
+      launch_us: what a call costs whatever it does.
+      bytes_per_us: pages read that are not in cache.
+      flops_per_us: operations of both products.
+      cache_bytes: of pages that the last-level cache holds.
+    """
+
+    dtype: str
+    head_dim: int
+    page_size: int
+    num_workers: int
+    step_us: float
+    wide_step_us: float
+    segment_us: float
+    slot_us: float
+    launch_us: float
+    bytes_per_us: float
+    flops_per_us: float
+    cache_bytes: float
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Self:
+        """The profile that a row of a profile file holds; what else it holds is left out.
+
+        Raises:
+          ValueError: a field is missing.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in row]
+        if missing:
+            raise ValueError(f"`row` must hold {', '.join(names)}; it lacks {missing[0]!r}.")
+        return cls(**{name: row[name] for name in names})
+
+    def cost_model(self) -> CostModel:
+        """The costs in ticks that plans are made with."""
+
+        def ticks(us: float, *, least: int) -> int:
+            return max(least, round(us * TICKS_PER_US))
+
+        return CostModel(
+            step_ticks=ticks(self.step_us, least=1),
+            wide_step_ticks=ticks(self.wide_step_us, least=1),
+            segment_ticks=ticks(self.segment_us, least=1),
+            # Merging is the work of all workers together.
+            slot_ticks=ticks(self.slot_us * self.num_workers, least=0),
+        )
+
+
+def load_profiles(path: Path) -> list[CostProfile]:
+    """The profiles of a device's file.
+
+    Raises:
+      ValueError: it is not what `experiments.profile_cost` writes; names the file.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["profiles"]
+        return [CostProfile.from_row(row) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"`path` must be a file that experiments.profile_cost wrote; {path}: {error}."
+        ) from error
+
+
+def find_profile(device: str, *, dtype: str, head_dim: int, page_size: int) -> CostProfile | None:
+    """The measured profile for such pages on a device, if there is one.
+
+    Args:
+      device: its slug, as `nvidia-h200`.
+      dtype, head_dim, page_size: of keys and values; head_dim as stored.
+    """
+    wanted = (dtype, head_dim, page_size)
+    for profile in _profiles_of(device):
+        if (profile.dtype, profile.head_dim, profile.page_size) == wanted:
+            return profile
+    return None
+
+
+def cost_for(spec: PlanSpec, profile: CostProfile | None) -> CostModel:
+    """The costs to plan with: measured ones where there is a profile."""
+    return CostModel.closed_form(spec) if profile is None else profile.cost_model()
+
+
+@functools.cache
+def _profiles_of(device: str) -> tuple[CostProfile, ...]:
+    path = FOLDER / f"{device}.json"
+    return tuple(load_profiles(path)) if path.is_file() else ()

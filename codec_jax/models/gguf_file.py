@@ -18,7 +18,7 @@ from codec_jax.models.file_checks import find_file, unreadable
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 _UNQUANTISED: dict[str, DTypeName] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _UNREADABLE = (ValueError, LookupError, ArithmeticError, TypeError, RecursionError)
-_CHUNK_ELEMENTS = 2**22
+_CHUNK_ELEMENTS = 2**20
 
 
 class StoredTensor(NamedTuple):

@@ -58,12 +58,16 @@ class ParamStream:
 @partial(jax.jit, static_argnames="dtype")
 def _cast(tensor: Array, *, dtype: np.dtype) -> tuple[Array, Array]:
     cast = tensor.astype(dtype)
-    return cast, jnp.isfinite(cast).all()
+    return cast, _is_finite(cast)
+
+
+def _is_finite(tensor: Array) -> Array:
+    # XLA would store `jnp.isfinite` of each element; 0 * NaN and 0 * infinity are NaN, too.
+    return jnp.sum(0 * tensor) == 0
 
 
 @partial(jax.jit, static_argnames="transpose", donate_argnames="stack")
 def _write(stack: Array, tensor: Array, layer: Array, *, transpose: bool) -> tuple[Array, Array]:
     part = tensor.astype(stack.dtype)
-    is_finite = jnp.isfinite(part).all()
-    part = part.T if transpose else part
-    return jax.lax.dynamic_update_index_in_dim(stack, part, layer, axis=0), is_finite
+    laid = part.T if transpose else part
+    return jax.lax.dynamic_update_index_in_dim(stack, laid, layer, axis=0), _is_finite(part)

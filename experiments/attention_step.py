@@ -91,10 +91,14 @@ class CompiledStep:
         return unpack_rows(cut, self.plan, dtype=self.inputs.q.dtype)
 
 
-def spec_of(workload: AnyWorkload, *, page_size: int) -> PlanSpec:
+def spec_of(workload: AnyWorkload, *, page_size: int, num_workers: int = 132) -> PlanSpec:
     """What plans of a workload are made for."""
-    group_size = workload.num_q_heads // workload.num_kv_heads
-    return PlanSpec(num_kv_heads=workload.num_kv_heads, group_size=group_size, page_size=page_size)
+    return PlanSpec(
+        num_kv_heads=workload.num_kv_heads,
+        group_size=workload.num_q_heads // workload.num_kv_heads,
+        page_size=page_size,
+        num_workers=num_workers,
+    )
 
 
 def floor_us_of(workload: AnyWorkload) -> float:

@@ -101,7 +101,7 @@ def make_bucket(
         spec=spec,
         capacity=PlanCapacity.largest(
             PlanCapacity.for_forest(forests[name], spec, policy=policy_named(policy))
-            for name, policy in fitting
+            for name, policy in fitting or jobs[:1]
         ),
         cost=cost_for(spec, profile),
         profile=profile,
@@ -109,7 +109,9 @@ def make_bucket(
 
 
 def compile_bucket(bucket: Bucket, config: MeasureConfig) -> Any:
-    """The program that runs any plan of the bucket; made from shapes alone."""
+    """The program that runs any plan of the bucket, made from shapes alone; None for no plan."""
+    if not bucket.jobs:
+        return None
     name, policy = bucket.jobs[0]
     case, forest = bucket.workloads[0], bucket.forests[name]
 
@@ -138,7 +140,13 @@ def compile_bucket(bucket: Bucket, config: MeasureConfig) -> Any:
 def measure_bucket(
     bucket: Bucket, program: Any, *, config: MeasureConfig
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case and policy, a case's policies one after the other."""
+    """A row for each case and policy, a case's policies one after the other.
+
+    First those of plans that are too large, each with the reason in `skipped`.
+    """
+    yield from _left_out(bucket, config)
+    if not bucket.jobs:
+        return
     num_pages = next(iter(bucket.forests.values())).page_list.size
     pool = make_pool(bucket.workloads[0], config, num_pages=num_pages)
     for case in bucket.workloads:
@@ -147,6 +155,9 @@ def measure_bucket(
             row = _measure(case, policy, inputs, bucket=bucket, program=program, config=config)
             say(describe(row))
             yield row
+
+
+def _left_out(bucket: Bucket, config: MeasureConfig) -> Iterator[dict[str, Any]]:
     for (name, policy), steps in bucket.skipped.items():
         reason = f"the plan would have {steps} steps, more than {MAX_STEPS}"
         say(f"{name} {policy} left out: {reason}")

@@ -17,7 +17,10 @@ from codec_jax.generate_requests import Request
 from codec_jax.generate_sizes import RunSizes
 from codec_jax.models import LoadedModel
 from codec_jax.models.memory import available_bytes
+from codec_jax.planning.cost import CostModel
+from codec_jax.planning.device import device_slug
 from codec_jax.planning.policies import policy_named
+from codec_jax.planning.profiles import cost_for, find_profile
 from codec_jax.planning.spec import PlanCapacity, PlanSpec
 
 MAX_OPTION = 2**24
@@ -130,6 +133,17 @@ class Batch:
             page_size=self.options.page_size,
             num_workers=self.options.num_workers or default_num_workers(),
         )
+
+    @property
+    def cost(self) -> CostModel:
+        """What plans are made with: costs measured on this device for such pages, if there are."""
+        profile = find_profile(
+            device_slug(),
+            dtype=self.config.array_dtype.name,
+            head_dim=self.page_shape[2],
+            page_size=self.options.page_size,
+        )
+        return cost_for(self.spec, profile if self.implementation == "mosaic_gpu" else None)
 
     def plan_capacity(self, forest: ForestArrays, *, num_new_tokens: int = 0) -> PlanCapacity:
         """Room for the plans of a forest under the batch's policy."""

@@ -97,6 +97,7 @@ class Loop:
                     policy=batch.options.policy,
                     num_new_tokens=steps,
                     capacity=capacity,
+                    cost=batch.cost,
                 )
                 state = self._decoding.steps(
                     self._params,

@@ -2,19 +2,20 @@
 
 import datetime
 import hashlib
-import re
 import subprocess
 from pathlib import Path
 
 import jax
 
+from codec_jax.planning.device import device_slug
+
 _REPOSITORY = Path(__file__).resolve().parent.parent
-_SOURCES = ("pallas_kernels", "codec_jax/planning", "codec_jax/attention.py")
-
-
-def device_slug() -> str:
-    """The default device's name as files and rows write it, such as "nvidia-h200"."""
-    return re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
+_SOURCES = (
+    "pallas_kernels",
+    "codec_jax/planning",
+    "codec_jax/attention.py",
+    "codec_jax/attention_dense.py",
+)
 
 
 def source_hash(paths: tuple[str, ...] = _SOURCES) -> str:

@@ -48,7 +48,7 @@ FLOORS = (
 )
 HOST_ONLY = FLOORS[0].modules
 HOST_ONLY_IMPORTS = {"numpy", "jaxtyping", "codec_jax"}
-IMPORTS_THE_KERNELS = ("codec_jax.attention",)
+IMPORTS_THE_KERNELS = ("codec_jax.attention", "experiments.tune_kernels")
 READS_FILES = (
     "codec_jax.models.gguf_file",
     "codec_jax.models.hf_files",

@@ -13,6 +13,8 @@ from codec_jax.generate_batch import Batch, NodeSharing, Options
 from codec_jax.generate_memory import Memory, workspace_bytes
 from codec_jax.generate_requests import read_requests
 from codec_jax.models.memory import as_gib
+from codec_jax.planning.cost import CostModel
+from codec_jax.planning.profiles import CostProfile
 from codec_jax.sampling import Sampling
 
 PREFIX = list(range(10, 50))
@@ -190,3 +192,31 @@ def test_sizes_beyond_32_bit_arithmetic_are_refused():
     with pytest.raises(ValueError, match=r"^`steps_per_visit` must be at most 16777216; got "):
         Options(steps_per_visit=2**33)
     assert Options(page_size=np.int64(16)).page_size == 16
+
+
+def test_plans_take_the_costs_that_were_measured_for_the_kernels(monkeypatch):
+    profile = CostProfile(
+        dtype="float32",
+        head_dim=8,
+        page_size=16,
+        num_workers=2,
+        step_us=1.0,
+        wide_step_us=1.5,
+        segment_us=2.0,
+        slot_us=0.25,
+        launch_us=5.0,
+        bytes_per_us=4e6,
+        flops_per_us=7e8,
+        cache_bytes=4e7,
+    )
+    wanted = []
+    monkeypatch.setattr(
+        generate_batch, "find_profile", lambda *args, **kwargs: wanted.append(kwargs) or profile
+    )
+    batch = make_batch(TREE, page_size=16)
+    assert batch.cost == CostModel.closed_form(batch.spec)  # the XLA path has other costs
+    batch.implementation = "mosaic_gpu"
+    assert batch.cost == CostModel(
+        step_ticks=64, wide_step_ticks=96, segment_ticks=128, slot_ticks=32
+    )
+    assert wanted[-1] == {"dtype": "float32", "head_dim": 64, "page_size": 16}

@@ -11,6 +11,7 @@ import numpy as np
 from codec_jax import ForestArrays, ForestCapacity, Plan, PlanSpec, build_plan
 from codec_jax.planning.build import plan_forest
 from codec_jax.planning.cost import CostModel
+from codec_jax.planning.device import device_slug
 from codec_jax.planning.estimate import estimate
 from codec_jax.planning.policies import policy_named
 from codec_jax.planning.prediction import predict
@@ -31,7 +32,7 @@ from experiments.attention_step import (
     spec_of,
 )
 from experiments.cli import say
-from experiments.provenance import device_slug, provenance
+from experiments.provenance import provenance
 from experiments.workloads import AnyWorkload, padded
 
 MAX_STEPS = 2**22

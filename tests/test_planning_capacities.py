@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from plan_cases import Case
 
 from codec_jax.forest import Forest
 from codec_jax.forest_arrays import ForestCapacity, export_arrays
+from codec_jax.pages import PagePool
 from codec_jax.planning.build import PlanOverflowError, build_plan, plan_forest
 from codec_jax.planning.policies import MAX_STREAM_PAGES, POLICIES
 from codec_jax.planning.spec import PlanCapacity, PlanSpec
@@ -85,7 +85,7 @@ def test_a_living_forest_stays_within_one_compilation(policy):
     """Requests come, fork, grow over page borders and go; sizes of the arrays never change."""
     capacity = ForestCapacity(nodes=64, requests=64, page_entries=256)
     spec = PlanSpec(num_kv_heads=2, group_size=16, page_size=16, num_workers=7)
-    forest = Forest(page_size=16)
+    forest = Forest(page_size=16, pages=PagePool(256))
     first = forest.add_request([1] * 40, max_new_tokens=100)
     room = PlanCapacity(
         virtual_nodes=256 if POLICIES[policy].repeats else 64,
@@ -106,8 +106,10 @@ def test_a_living_forest_stays_within_one_compilation(policy):
     for i in range(12):  # comes, and forks inside and outside a page
         forest.add_request([1] * (20 + i) + [i + 2] * (3 * i + 1), max_new_tokens=100)
         check()
+    forest.pages.lend()
+    popped = forest.pages.settle(256 - forest.pages.num_used - 7)
     for kv_len in range(20, 101, 20):  # grows
-        pages = 100 + np.arange(ceil_div(kv_len, 16))
+        pages = popped[: ceil_div(kv_len, 16)]
         forest.set_leaf_progress(first, kv_len=kv_len, page_ids=pages)
         check()
     for request in range(10):  # shrinks

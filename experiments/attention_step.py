@@ -27,7 +27,7 @@ from codec_jax.attention_rows import pack_rows, unpack_rows
 from experiments.dense_check import max_relative_error
 from experiments.provenance import implementation_in, provenance
 from experiments.timing import time_calls
-from experiments.workloads import Workload
+from experiments.workloads import AnyWorkload
 
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 790e6
 """Measured ceilings of an H200: device-to-device copy, and an 8192^3 bfloat16 product."""
@@ -91,18 +91,22 @@ class CompiledStep:
         return unpack_rows(cut, self.plan, dtype=self.inputs.q.dtype)
 
 
-def spec_of(workload: Workload, *, page_size: int) -> PlanSpec:
+def spec_of(workload: AnyWorkload, *, page_size: int, num_workers: int = 132) -> PlanSpec:
     """What plans of a workload are made for."""
-    group_size = workload.num_q_heads // workload.num_kv_heads
-    return PlanSpec(num_kv_heads=workload.num_kv_heads, group_size=group_size, page_size=page_size)
+    return PlanSpec(
+        num_kv_heads=workload.num_kv_heads,
+        group_size=workload.num_q_heads // workload.num_kv_heads,
+        page_size=page_size,
+        num_workers=num_workers,
+    )
 
 
-def floor_us_of(workload: Workload) -> float:
+def floor_us_of(workload: AnyWorkload) -> float:
     """The larger of unique KV bytes over bandwidth and operations over peak, on an H200."""
     return max(workload.kv_bytes() / BYTES_PER_US, workload.num_flops() / FLOPS_PER_US)
 
 
-def implementation_of(workload: Workload, config: MeasureConfig) -> str:
+def implementation_of(workload: AnyWorkload, config: MeasureConfig) -> str:
     """What will run it; `NotImplementedError` where the implementation asked for cannot."""
     implementation, _ = choose_implementation(
         (workload.num_kv_heads, config.page_size, workload.head_dim),
@@ -113,7 +117,7 @@ def implementation_of(workload: Workload, config: MeasureConfig) -> str:
     return implementation
 
 
-def make_pool(workload: Workload, config: MeasureConfig, *, num_pages: int) -> KVPool:
+def make_pool(workload: AnyWorkload, config: MeasureConfig, *, num_pages: int) -> KVPool:
     """Random keys and values of one layer."""
     width = stored_head_dim(workload.head_dim, implementation=implementation_of(workload, config))
     shape = (num_pages, workload.num_kv_heads, config.page_size, workload.head_dim)
@@ -124,7 +128,7 @@ def make_pool(workload: Workload, config: MeasureConfig, *, num_pages: int) -> K
 
 
 def make_inputs(
-    workload: Workload, forest: ForestArrays, pool: KVPool, *, config: MeasureConfig
+    workload: AnyWorkload, forest: ForestArrays, pool: KVPool, *, config: MeasureConfig
 ) -> Inputs:
     """Random queries over a forest in a pool."""
     q_shape = (workload.batch_size, workload.num_q_heads, workload.head_dim)
@@ -176,7 +180,7 @@ def compile_attention(
 
 
 def measure_step(
-    workload: Workload,
+    workload: AnyWorkload,
     policy: str,
     compiled: CompiledStep,
     *,
@@ -226,7 +230,9 @@ def describe(row: dict[str, Any]) -> str:
     return f"{line}, error {row['max_rel_err']:.1e}, lse {row['max_lse_err']:.1e}"
 
 
-def _times(workload: Workload, compiled: CompiledStep, *, config: MeasureConfig) -> dict[str, Any]:
+def _times(
+    workload: AnyWorkload, compiled: CompiledStep, *, config: MeasureConfig
+) -> dict[str, Any]:
     if config.smoke:
         return dict.fromkeys(("time_us", "p10_us", "p90_us", "floor_share"))
     timing = time_calls(compiled.call, num_runs=config.num_runs)

@@ -58,7 +58,8 @@ def time_each(calls: Sequence[Callable[[], object]], *, num_runs: int = 20) -> l
     if jax.default_backend() != "gpu":
         raise RuntimeError(f"timing needs a GPU; the default backend is {jax.default_backend()}.")
     buffer = jax.block_until_ready(jnp.ones(L2_BYTES // 4, jnp.float32))
-    jax.block_until_ready(([call() for call in calls], empty_l2(buffer)))
+    for call in (*calls, lambda: empty_l2(buffer)):
+        jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for call in calls:

@@ -6,6 +6,7 @@ them. One KV head, since the kernels never look across heads.
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -203,17 +204,13 @@ def _items(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> Items:
     return Items(*(_padded(column, sizes.num_segments) for column in columns))
 
 
-def _slot_indptr(
-    work: UniformWork, sizes: UniformSizes, shape: _Shape
-) -> Int32[np.ndarray, " pairs+1"]:
+def _slot_indptr(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> Any:
     ends = np.arange(sizes.num_segments + 1) * work.slots_per_tile
     return _int32(np.minimum(ends, shape.num_segments) * work.num_tiles)
 
 
-def _packed_row(
-    work: UniformWork, sizes: UniformSizes, shape: _Shape
-) -> Int32[np.ndarray, "batch group"]:
-    """Requests node by node, as many as the node's rows hold."""
+def _packed_row(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> Any:
+    """Requests node by node, as many as the node's rows hold, int32 `[batch, group]`."""
     group, inert = sizes.group_size, sizes.num_tiles * TILE_ROWS
     first = TILE_ROWS * work.tiles_per_node * np.arange(shape.num_nodes)
     rows = (first[:, None] + np.arange(work.rows)).reshape(-1, group)
@@ -231,14 +228,14 @@ def _counts(work: UniformWork, shape: _Shape) -> PlanCounts:
         shape.num_segments,
         shape.num_segments * work.num_tiles,
     )
-    return PlanCounts(*map(np.int32, numbers))
+    return PlanCounts(*map(_int32, numbers))
 
 
-def _padded(values: np.ndarray, size: int) -> np.ndarray:
+def _padded(values: np.ndarray, size: int) -> Any:
     padded = np.zeros(size, np.int32)
     padded[: values.size] = values
     return padded
 
 
-def _int32(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.int32)
+def _int32(values: Any) -> Any:
+    return np.asarray(values, np.int32)

@@ -47,9 +47,7 @@ def test_a_row_comes_back_whatever_else_it_holds(tmp_path):
 
 def test_later_costs_may_be_missing(tmp_path):
     later = ("masked_us", "partial_us", "tile_us")
-    (profile,) = load_profiles(
-        write(tmp_path, [{k: v for k, v in ROW.items() if k not in later}])
-    )
+    (profile,) = load_profiles(write(tmp_path, [{k: v for k, v in ROW.items() if k not in later}]))
     assert profile == dataclasses.replace(PROFILE, **dict.fromkeys(later, 0.0))
 
 
@@ -141,7 +139,9 @@ def test_the_wheel_carries_the_profiles(tmp_path):
     folder = tmp_path / profiles.FOLDER.relative_to(REPOSITORY)
     folder.mkdir(parents=True)
     write(folder, [ROW], "nvidia-h200.json")
-    included = [file.distribution_path for file in WheelBuilder(str(tmp_path)).recurse_project_files()]
+    included = [
+        file.distribution_path for file in WheelBuilder(str(tmp_path)).recurse_project_files()
+    ]
     assert "codec_jax/planning/profiles/nvidia-h200.json" in included
 
 

@@ -71,20 +71,22 @@ def estimate(
     Pages that several segments read come from memory again to the extent that all pages together
     exceed the cache.
     """
-    work = count_work(plan, kv_len=kv_len)
+    work_us, memory_us, compute_us, fixed_us = parts_us(count_work(plan, kv_len=kv_len), profile)
     prediction = jax.device_get(predict(plan, spec=spec, cost=profile.cost_model()))
-    costs = np.array([getattr(profile, name) for name in WORKER_COSTS])
-    memory_us = missed_bytes(work, profile) / profile.bytes_per_us
-    compute_us = num_flops(work, profile) / profile.flops_per_us
-    fixed_us = profile.launch_us + work.merged_slots * profile.slot_us
-    fixed_us += work.merged_tiles * profile.tile_us
     bound_us = int(prediction.lower_bound_ticks) / TICKS_PER_US
-    return Estimate(
-        work_us=float((work.worker @ costs).max()),
-        memory_us=memory_us,
-        compute_us=compute_us,
-        fixed_us=fixed_us,
-        lower_bound_us=max(bound_us, memory_us, compute_us) + fixed_us,
+    lower_bound_us = max(bound_us, memory_us, compute_us) + fixed_us
+    return Estimate(work_us, memory_us, compute_us, fixed_us, lower_bound_us)
+
+
+def parts_us(work: PlanWork, profile: CostProfile) -> tuple[float, float, float, float]:
+    """Microseconds of the busiest worker, of memory, of both products, and what is fixed."""
+    costs = np.array([getattr(profile, name) for name in WORKER_COSTS])
+    fixed_us = profile.launch_us + work.merged_slots * profile.slot_us
+    return (
+        float((work.worker @ costs).max()),
+        missed_bytes(work, profile) / profile.bytes_per_us,
+        num_flops(work, profile) / profile.flops_per_us,
+        fixed_us + work.merged_tiles * profile.tile_us,
     )
 
 

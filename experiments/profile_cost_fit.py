@@ -18,7 +18,8 @@ FIXED_COSTS = ("launch_us", "slot_us", "tile_us")
 CACHE_CANDIDATES = tuple(np.geomspace(8, 256, 31) * 2**20)
 """Sizes of the last-level cache that are tried; the one that explains the times best is taken."""
 _MAX_TURNS = 50
-_START_SHARE = 0.8
+_START_SHARES = (0.5, 0.8, 0.95, 2.0)
+"""Where memory may bind to begin with: at such a share of the highest rate; 2: nowhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,23 @@ def _fit_costs(samples: Sequence[Sample], pages: dict[str, Any]) -> Fit:
     fixed = np.array([[1, s.work.merged_slots, s.work.merged_tiles] for s in samples], float)
 
     rate = num_bytes / time_us
-    is_memory = rate >= _START_SHARE * rate.max()
+    is_memory, (costs, us_per_byte) = min(
+        (
+            _alternate(worker, fixed, num_bytes, time_us, rate >= share * rate.max())
+            for share in _START_SHARES
+        ),
+        key=lambda found: _loss(worker, fixed, num_bytes, time_us, found[1]),
+    )
+    busy_us = np.maximum(time_us - fixed @ costs[len(WORKER_COSTS) :], 1e-3 * time_us)
+    # Where memory never binds, the fastest sample says what it can do at least.
+    bytes_per_us = 1 / us_per_byte if us_per_byte > 0 else (num_bytes / busy_us).max()
+    profile = _profile(pages, costs, float(bytes_per_us), float((flops / busy_us).max()))
+    loss = float((relative_errors(samples, profile) ** 2).sum())
+    return Fit(profile, is_memory, loss)
+
+
+def _alternate(worker, fixed, num_bytes, time_us, is_memory):
+    """Where memory binds and the costs, by turns until nothing changes."""
     costs, us_per_byte = _solve(worker, fixed, num_bytes, time_us, is_memory)
     for _ in range(_MAX_TURNS):
         now = us_per_byte * num_bytes > worker @ costs[: len(WORKER_COSTS)]
@@ -113,12 +130,15 @@ def _fit_costs(samples: Sequence[Sample], pages: dict[str, Any]) -> Fit:
             break
         is_memory = now
         costs, us_per_byte = _solve(worker, fixed, num_bytes, time_us, is_memory)
-    # Where memory never binds, the fastest sample says what it can do at least.
-    bytes_per_us = 1 / us_per_byte if us_per_byte > 0 else rate.max()
-    busy_us = np.maximum(time_us - fixed @ costs[len(WORKER_COSTS) :], 1e-3 * time_us)
-    profile = _profile(pages, costs, float(bytes_per_us), float((flops / busy_us).max()))
-    loss = float((relative_errors(samples, profile) ** 2).sum())
-    return Fit(profile, is_memory, loss)
+    return is_memory, (costs, us_per_byte)
+
+
+def _loss(worker, fixed, num_bytes, time_us, solution) -> float:
+    """Sum of squared relative errors."""
+    costs, us_per_byte = solution
+    work_us = worker @ costs[: len(WORKER_COSTS)]
+    total_us = np.maximum(work_us, us_per_byte * num_bytes) + fixed @ costs[len(WORKER_COSTS) :]
+    return float(((total_us / time_us - 1) ** 2).sum())
 
 
 def _solve(worker, fixed, num_bytes, time_us, is_memory) -> tuple[np.ndarray, float]:

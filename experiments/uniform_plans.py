@@ -155,7 +155,11 @@ class _Shape:
         self.num_items = -(-self.num_segments // work.slots_per_tile)
         self.num_nodes = -(-self.num_items // work.items_per_node)
         self.num_tiles = self.num_items * work.num_tiles
-        self.num_steps = self.num_nodes * work.steps_per_node
+        # The last node may have fewer parts; its first item has the most of them.
+        whole = (self.num_nodes - 1) * work.slots_per_tile
+        rest = self.num_segments - whole * work.items_per_node
+        self.num_parts = whole + min(rest, work.slots_per_tile)
+        self.num_steps = self.num_parts * work.num_steps
 
 
 def _check_fits(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> None:
@@ -181,10 +185,9 @@ def _check_fits(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> None:
 def _steps(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> Steps:
     step = np.arange(shape.num_steps)
     part, in_part = np.divmod(step, work.num_steps)
-    num_parts = shape.num_steps // work.num_steps
     first_row = step // work.steps_per_node * work.tiles_per_node * TILE_ROWS
     columns = (
-        (part * work.num_pages // num_parts + in_part) % work.num_pages,
+        (part * work.num_pages // shape.num_parts + in_part) % work.num_pages,
         np.zeros_like(step),
         first_row,
         first_row + work.rows,
@@ -194,12 +197,14 @@ def _steps(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> Steps:
 
 
 def _items(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> Items:
-    node, block = np.divmod(np.arange(shape.num_items), work.items_per_node)
+    item = np.arange(shape.num_items)
+    node, block = np.divmod(item, work.items_per_node)
+    num_parts = np.minimum(shape.num_segments - item * work.slots_per_tile, work.slots_per_tile)
     columns = (
         node * work.tiles_per_node + 2 * block,
         np.full(shape.num_items, work.num_tiles),
         node * work.steps_per_node,
-        np.full(shape.num_items, work.steps_per_node),
+        num_parts * work.num_steps,
     )
     return Items(*(_padded(column, sizes.num_segments) for column in columns))
 

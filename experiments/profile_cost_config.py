@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import flags
 
 from codec_jax.planning.profiles import ITEMSIZE
@@ -106,11 +105,6 @@ class Signature:
     dtype: str
     head_dim: int
     page_size: int
-
-    @property
-    def jax_dtype(self) -> Any:
-        """The dtype as JAX knows it."""
-        return jnp.dtype(self.dtype)
 
     @property
     def page_bytes(self) -> int:

@@ -1,25 +1,15 @@
 """Measures the points of a grid: one compiled program for all of them."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from codec_jax.attention import (
-    ResolvedPlan,
-    attend_packed,
-    prepare_plan,
-    resolve_plan,
-    run_kernels,
-)
-from codec_jax.kv_cache import KVPool
-from codec_jax.partial import Partial
+from codec_jax.attention import ResolvedPlan
 from codec_jax.planning.estimate import count_work
 from codec_jax.planning.spec import TILE_ROWS
+from experiments.bare_attention import BareAttention, random_arrays
 from experiments.profile_cost_config import Signature
 from experiments.profile_cost_fit import Sample
 from experiments.profile_cost_grid import GridPoint, grid_sizes, make_grid
@@ -68,59 +58,37 @@ class Bench:
                     points.append((sizes, point))
         return points
 
-    def attention(self, rows, pool: KVPool, resolved: ResolvedPlan) -> Partial:
-        """What is measured: the kernels alone, as a decode step's layer runs them."""
-        layer, scale = jnp.int32(0), self.signature.head_dim**-0.5
-        if self.implementation == "mosaic_gpu":
-            return run_kernels(rows, pool, resolved, layer, logits_scale=scale)
-        return attend_packed(
-            rows, pool, resolved, layer, logits_scale=scale, implementation=self.implementation
-        )
+    @property
+    def attention(self) -> BareAttention:
+        """What is measured."""
+        signature = dataclasses.asdict(self.signature)
+        return BareAttention(**signature, implementation=self.implementation)
 
     def resolve(self, made: UniformPlan) -> ResolvedPlan:
         """The plan as the implementation takes it, on the device."""
-        # Of other shape for each group size, and nothing that is measured looks at it.
-        plan = dataclasses.replace(made.plan, packed_row=np.zeros((0, 1), np.int32))
-        return _resolve(
-            plan,
-            made.page_list,
-            made.kv_len,
-            page_size=self.signature.page_size,
-            implementation=self.implementation,
-        )
+        return self.attention.resolve(made.plan, made.page_list, made.kv_len)
 
-    def shapes(self) -> tuple[Any, KVPool, ResolvedPlan]:
+    def shapes(self) -> tuple[Any, Any, Any]:
         """Shapes of the arguments of `attention`, the same for all points."""
         sizes, (_, point) = self.sizes(1), self.points((1,))[0]
         resolved = jax.eval_shape(lambda: self.resolve(uniform_plan(point.work, sizes)))
-        rows, pages = self._shapes(sizes)
-        return rows, KVPool(pages, pages), resolved
+        return self.attention.shapes(
+            resolved,
+            num_kv_heads=1,
+            num_rows=sizes.num_tiles * TILE_ROWS,
+            num_pages=sizes.num_pages,
+        )
 
     def compile(self) -> Any:
-        """`attention` compiled; needs no arrays yet."""
-        return jax.jit(self.attention).lower(*self.shapes()).compile()
-
-    def arrays(self) -> tuple[jax.Array, KVPool]:
-        """Random queries, keys and values: zeros would draw less power than real ones."""
-        rows, pages = self._shapes(self.sizes(1))
-        q, k, v = (
-            _normal(jax.random.key(seed), shape=x.shape, dtype=x.dtype)
-            for seed, x in enumerate((rows, pages, pages))
-        )
-        return q, KVPool(k, v)
-
-    def _shapes(self, sizes: UniformSizes) -> tuple[Any, Any]:
-        head_dim, dtype = self.signature.head_dim, self.signature.jax_dtype
-        rows = (1, sizes.num_tiles * TILE_ROWS, head_dim)
-        pages = (sizes.num_pages, 1, sizes.page_size, head_dim)
-        return jax.ShapeDtypeStruct(rows, dtype), jax.ShapeDtypeStruct(pages, dtype)
+        """`attention` compiled."""
+        return self.attention.compile(*self.shapes())
 
 
 def measure(
     bench: Bench, program: Any, *, group_sizes: Sequence[int], num_runs: int, timer: Timer | None
 ) -> list[dict[str, Any]]:
     """A row for each point; without a timer every point runs once and has no time."""
-    points, arrays, rows = bench.points(group_sizes), bench.arrays(), []
+    points, arrays, rows = bench.points(group_sizes), random_arrays(bench.shapes()[:2]), []
     for first in range(0, len(points), _AT_A_TIME):
         few = points[first : first + _AT_A_TIME]
         resolved = [bench.resolve(uniform_plan(point.work, sizes)) for sizes, point in few]
@@ -169,14 +137,3 @@ def _fields(timing: Timing) -> dict[str, float]:
 def _without_time(call: Callable[[], object]) -> dict[str, None]:
     jax.block_until_ready(call())
     return {"time_us": None, "p10_us": None, "p90_us": None}
-
-
-@functools.partial(jax.jit, static_argnames=("page_size", "implementation"))
-def _resolve(plan, page_list, kv_len, *, page_size: int, implementation: str) -> ResolvedPlan:
-    prepared = prepare_plan(plan, implementation=implementation)
-    return resolve_plan(prepared, page_list, kv_len, page_size=page_size)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key, *, shape, dtype):
-    return jax.random.normal(key, shape, dtype)

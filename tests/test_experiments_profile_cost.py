@@ -1,4 +1,4 @@
-"""The command of the cost profile: end to end with a stand-in timer, refusals, lowering for CUDA."""
+"""The cost profile's command: end to end with a stand-in timer, refusals, lowering for CUDA."""
 
 import dataclasses
 import json

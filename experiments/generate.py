@@ -19,6 +19,7 @@ from absl import flags
 
 from codec_jax.models import model_config
 from codec_jax.models.memory import weights_bytes
+from codec_jax.models.registry import check_model_name
 from experiments.cli import (
     FAILED,
     INTERRUPTED,
@@ -78,6 +79,7 @@ def _main(argv: Sequence[str], flag_values: flags.FlagValues) -> int:
         return OK
     with usage_errors():
         config = config_from_flags(flag_values)
+        check_model_name(config.model, argument="--model")
         if flag_values["version"].value:
             print(_describe_versions(config))
             return OK

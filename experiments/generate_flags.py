@@ -48,8 +48,8 @@ def _define_input_flags(flag_values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "model",
         default.model,
-        "The model: a folder with config.json, safetensors and tokenizer.json; or one of"
-        f" {', '.join(model_names())}.",
+        "The model: a folder with config.json, safetensors and tokenizer.json; a GGUF file"
+        f" (*.gguf); or one of {', '.join(model_names())}.",
         flag_values=flag_values,
     )
     flags.DEFINE_bool(

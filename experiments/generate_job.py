@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from codec_jax import Generation, load_model
 from codec_jax.models import LoadedModel
+from codec_jax.models.registry import check_model_name
 from experiments.generate_config import DEMO_PROMPTS, GenerateConfig
 from experiments.json_lines import check_writable
 from experiments.prompt_files import PromptRequest, check_unicode, read_prompts
@@ -63,6 +64,7 @@ def prepare(config: GenerateConfig) -> Job:
     """
     if config.output is not None:
         check_writable(config.output)
+    check_model_name(config.model, argument="model")
     requests = _requests(config)
     model = load_model(config.model, dtype=config.dtype)
     model = model.as_chat() if config.chat else model

@@ -1,5 +1,6 @@
 """Metadata of GGUF files: what is read, and every refusal by the name of its key."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,10 @@ def test_rope():
     linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
     assert parse(**linear).rope_scaling == LinearRope(factor=4.0)
     assert parse(rope__scale_linear=4.0).rope_scaling == LinearRope(factor=4.0)
+    assert parse(rope__scaling__factor=4.0).rope_scaling == LinearRope(factor=4.0)
     assert parse(rope__scaling__type="none").rope_scaling is None
+    assert parse(rope__scaling__type="none", rope__scaling__factor=1.0).rope_scaling is None
+    assert parse(rope__scale_linear=0.0).rope_scaling is None
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     assert parse(**yarn, rope__scaling__original_context_length=32).rope_scaling == YarnRope(
         factor=4.0, original_max_context=32
@@ -139,28 +143,31 @@ REFUSED = {
     ),
     "no size": (
         {"block_count": None},
-        "`llama.block_count` in tiny.gguf must be a positive integer; got None.",
+        "`llama.block_count` in tiny.gguf must be an integer from 1 to 2147483647; got None.",
     ),
     "heads by layer": (
         {"attention__head_count": [6, 4]},
-        "`llama.attention.head_count` in tiny.gguf must be a positive integer; got [6, 4].",
+        "`llama.attention.head_count` in tiny.gguf must be an integer from 1 to"
+        " 2147483647; got [6, 4].",
     ),
     "KV heads by layer": (
         {"attention__head_count_kv": [2, 1]},
-        "`llama.attention.head_count_kv` in tiny.gguf must be a positive integer; got [2, 1].",
+        "`llama.attention.head_count_kv` in tiny.gguf must be an integer from 1 to"
+        " 2147483647; got [2, 1].",
     ),
     "epsilon": (
         {"attention__layer_norm_rms_epsilon": None},
-        f"{NO_DECODER}`attention.layer_norm_rms_epsilon` must be a number; got None.",
+        f"{NO_DECODER}`attention.layer_norm_rms_epsilon` must be a positive number up to"
+        " 3.4e38; got None.",
     ),
     "base": (
         {"rope__freq_base": "big"},
-        f"{NO_DECODER}`rope.freq_base` must be a number; got 'big'.",
+        f"{NO_DECODER}`rope.freq_base` must be a positive number up to 3.4e38; got 'big'.",
     ),
     "kv heads": (
         {"attention__head_count_kv": 4},
-        f"{NO_DECODER}`num_q_heads` must be a multiple of `num_kv_heads`; got 6 and 4."
-        " Grouped-query attention shares each KV head evenly.",
+        f"{NO_DECODER}`attention.head_count` must be a multiple of `attention.head_count_kv`; got 6"
+        " and 4. Grouped-query attention shares each KV head evenly.",
     ),
     "head_dim": (
         {"attention__head_count": 7, "attention__head_count_kv": 7},
@@ -189,7 +196,62 @@ REFUSED = {
     ),
     "no factor": (
         {"rope__scaling__type": "yarn"},
-        f"{NO_DECODER}`rope.scaling.factor` must be a number; got None.",
+        f"{NO_DECODER}`rope.scaling.factor` must be a positive number up to 3.4e38; got None.",
+    ),
+    "window that is a text": (
+        {"attention__sliding_window": "8"},
+        "`llama.attention.sliding_window` in tiny.gguf must be absent: attention here sees all of"
+        " its context; got '8'.",
+    ),
+    "windows by layer": (
+        {"attention__sliding_window": [8, 8]},
+        "`llama.attention.sliding_window` in tiny.gguf must be absent: attention here sees all of"
+        " its context; got [8, 8].",
+    ),
+    "infinite base": (
+        {"rope__freq_base": math.inf},
+        f"{NO_DECODER}`rope.freq_base` must be a positive number up to 3.4e38; got inf.",
+    ),
+    "layers beyond any model": (
+        {"block_count": 10**6},
+        f"{NO_DECODER}`block_count` must be an integer from 1 to 65536; got 1000000.",
+    ),
+    "size of a text": (
+        {"attention__key_length": "16"},
+        f"{NO_DECODER}`attention.key_length` must be an integer from 1 to 65536; got '16'.",
+    ),
+    "another vocabulary": (
+        {"vocab_size": 264},
+        f"{NO_DECODER}`vocab_size` must be 263, the rows of token_embd.weight; got 264.",
+    ),
+    "no embedding": (
+        {"without": ["token_embd.weight"]},
+        f"{NO_DECODER}`token_embd.weight` must be among its tensors; got none.",
+    ),
+    "scaling that is a list": (
+        {"rope__scaling__type": ["linear"]},
+        f"{NO_DECODER}`rope.scaling.type` must be one of none, linear, yarn; got ['linear'].",
+    ),
+    "factor of nothing": (
+        {"rope__scaling__type": "none", "rope__scaling__factor": 2.0},
+        f"{NO_DECODER}`rope.scaling.factor` must be absent from RoPE of type none; got 2.0.",
+    ),
+    "two factors": (
+        {"rope__scale_linear": 4.0, "rope__scaling__factor": 2.0},
+        f"{NO_DECODER}`rope.scale_linear` must be absent beside `rope.scaling.factor`; got 4.0.",
+    ),
+    "factor of 0": (
+        {"rope__scaling__factor": 0.0},
+        f"{NO_DECODER}`rope.scaling.factor` must be a positive number up to 3.4e38; got 0.0.",
+    ),
+    "fraction of a context": (
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 2.0,
+            "rope__scaling__original_context_length": 32.5,
+        },
+        f"{NO_DECODER}`rope.scaling.original_context_length` must be an integer from 1 to"
+        " 2147483647; got 32.5.",
     ),
 }
 OTHERS = {

@@ -2,6 +2,7 @@
 
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from gguf_files import model_fields, stored_and_exact, tensor_shapes, tokenizer_fields, write_gguf
@@ -9,7 +10,14 @@ from golden_models import FOLDER, NAMES, config_fields, golden_config, goldens
 from safetensors.numpy import load_file
 from test_models import logits_of
 
-from codec_jax.models import Decoder, load_gguf, load_model, model_config, read_gguf_config
+from codec_jax.models import (
+    Decoder,
+    gguf_file,
+    load_gguf,
+    load_model,
+    model_config,
+    read_gguf_config,
+)
 from codec_jax.models.rope_scaling import LinearRope, Llama3Rope, YarnRope
 
 KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"]
@@ -191,7 +199,7 @@ def test_missing_left_over_and_wrong_tensors_are_named(write):
     )
     path = write(tensors={"blk.0.attn_k.weight": np.ones((96, 96), np.float32)})
     assert refusal(path) == (
-        f"`blk.0.attn_k.weight in {path}` must have shape [32, 96]; got [96, 96]."
+        f"`blk.0.attn_k.weight` in {path} must have shape [32, 96]; got [96, 96]."
     )
     path = write(tensors={"output.weight": ("Q5_0", np.zeros((263, 66), np.uint8))})
     assert refusal(path) == (
@@ -218,6 +226,95 @@ def test_a_corrupt_count_is_refused_at_once(write, name):
     content[count : count + 8] = (2**60).to_bytes(8, "little")
     path.write_bytes(content)
     assert "must be a whole GGUF file; got: " in refusal(path)
+
+
+def test_a_vocabulary_of_another_size_is_refused(write):
+    tokens = FIELDS["tokenizer.ggml.tokens"]
+    changes = {"tokens": [*tokens, "more"], "token_type": [1] * 264}
+    path = write(tokenizer_fields(**changes))
+    assert refusal(path) == (
+        f"`tokenizer.ggml.tokens` in {path} must be 263, one for each row of token_embd.weight; got"
+        " 264."
+    )
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_a_number_that_is_none_is_refused_by_its_tensor(write, kind):
+    stored = random_tensors(kind)[0]
+    _, values = stored["blk.1.ffn_up.weight"]
+    values.view(np.float16)[5, 0] = np.nan  # a number, or the scale of a block
+    path = write(tensors=stored)
+    with pytest.raises(ValueError, match="`") as error:
+        load_gguf(path, dtype="bfloat16")
+    assert str(error.value) == (
+        f"`blk.1.ffn_up.weight` in {path} must hold finite numbers in bfloat16; got NaN or"
+        " infinity."
+    )
+
+
+def with_tensor_field(path, name, index, value):
+    """Overwrites a number of what the file says of a tensor: 0, 1 are sizes, 2 kind, 3 offset."""
+    content = bytearray(path.read_bytes())
+    start = content.index(len(name).to_bytes(8, "little") + name.encode()) + 8 + len(name) + 4
+    start += {0: 0, 1: 8, 2: 16, 3: 20}[index]
+    num_bytes = 4 if index == 2 else 8
+    content[start : start + num_bytes] = value.to_bytes(num_bytes, "little")
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "reason"),
+    [
+        (0, 2**60, None),
+        (0, 0, "shape [263, 0] for output.weight"),
+        (1, 2**63, None),
+        (2, 999, None),
+        (3, 2**60, None),
+        (3, 2**64 - 32, None),
+        (3, 32, None),
+        (3, 33, None),
+    ],
+)
+def test_tensors_that_cannot_lie_there_are_refused(write, index, value, reason):
+    path = with_tensor_field(write(), "output.weight", index, value)
+    message = refusal(path)
+    assert message.startswith(f"`{path}` must be a whole GGUF file; got: {reason or ''}"), message
+    assert message.endswith(". Copy the file again.")
+
+
+def test_two_tensors_of_one_name_are_refused(write):
+    path = write()
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"))
+    assert refusal(path) == (
+        f"`{path}` must be a whole GGUF file; got: Found duplicated tensor with name"
+        " blk.0.attn_q.weight. Copy the file again."
+    )
+
+
+def test_two_keys_of_one_name_are_refused(write):
+    path = write()
+    content = path.read_bytes()
+    path.write_bytes(
+        content.replace(b"tokenizer.ggml.bos_token_id", b"tokenizer.ggml.eos_token_id")
+    )
+    assert "got: 'Duplicate tokenizer.ggml.eos_token_id already in list" in refusal(path)
+
+
+def test_what_is_no_file_is_refused_by_its_name(tmp_path):
+    assert refusal(tmp_path) == f"`{tmp_path}` must be a file; got a folder, a pipe or a device."
+    assert refusal(tmp_path / "none") == f"`{tmp_path / 'none'}` must exist; got no file."
+
+
+def test_rows_in_chunks_are_the_tensor(write, monkeypatch):
+    path = write(tensors=random_tensors("Q4_0")[0])
+    file = gguf_file.read_gguf(path)
+    whole = gguf_file.dequantise(file, "output.weight")
+    monkeypatch.setattr(gguf_file, "_CHUNK_ELEMENTS", 1000)
+    np.testing.assert_array_equal(gguf_file.dequantise(file, "output.weight"), whole)
+    rounded = gguf_file.dequantise(file, "output.weight", ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(rounded, whole.astype(ml_dtypes.bfloat16))
 
 
 def test_other_files_are_refused(write):

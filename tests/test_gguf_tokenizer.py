@@ -122,7 +122,7 @@ def test_chat_template():
     ):
         gguf_chat_template(GGUFFile(PATH, fields | {"tokenizer.chat_template": [1]}, {}))
     with pytest.raises(
-        ValueError, match=r"^`tokenizer\.chat_template in tiny\.gguf` must be a Jin"
+        ValueError, match=r"^`tokenizer\.chat_template` in tiny\.gguf must be a Jin"
     ):
         gguf_chat_template(GGUFFile(PATH, fields | {"tokenizer.chat_template": "{% x"}, {}))
 
@@ -153,6 +153,23 @@ REFUSED = {
     "eos": (
         {"eos_token_id": 263},
         "`tokenizer.ggml.eos_token_id` in tiny.gguf must be in [0, 263); got 263.",
+    ),
+    "bos that is true": (
+        {"bos_token_id": True},
+        "`tokenizer.ggml.bos_token_id` in tiny.gguf must be in [0, 263); got True.",
+    ),
+    "no bos to add": (
+        {"bos_token_id": None, "add_bos_token": True},
+        "`tokenizer.ggml.bos_token_id` in tiny.gguf must be given: a text starts with it; got"
+        " none.",
+    ),
+    "a text for a truth": (
+        {"add_bos_token": "no"},
+        "`tokenizer.ggml.add_bos_token` in tiny.gguf must be true or false; got 'no'.",
+    ),
+    "unknown type": (
+        {"token_type": [1] * 262 + [7]},
+        "`tokenizer.ggml.token_type` in tiny.gguf must hold numbers from 1 to 6; got 7.",
     ),
 }
 

@@ -161,6 +161,95 @@ def test_a_template_has_what_templates_use():
     assert ChatTemplate(source, {}, "t").render("hi") == '{"a": "<é>"}<|x|>hi no date'
 
 
+@pytest.mark.parametrize(
+    "item", [1, "x", {}, {"name": ["x"], "template": "x"}, {"name": "default"}]
+)
+def test_a_list_of_templates_holds_names_and_texts(folder, item):
+    path = folder / "chat_template.json"
+    write(folder, path.name, chat_template=[{"name": "tool_use", "template": "x"}, item])
+    with pytest.raises(ValueError, match="`") as error:
+        load_chat_template(folder)
+    assert str(error.value) == (
+        f"`chat_template` in {path} must be a text, or objects with the texts `name` and"
+        f" `template`; got {item!r}."
+    )
+    write(folder, path.name, chat_template=[{"name": "tool_use", "template": "x"}])
+    assert load_chat_template(folder) is None
+
+
+def test_a_bad_template_is_refused_by_its_file(folder):
+    path = folder / "tokenizer_config.json"
+    write(folder, path.name, chat_template="{{ 'x'.index('y') }}")
+    template = load_chat_template(folder)
+    assert template is not None
+    with pytest.raises(ValueError, match="`") as error:
+        template.render("hi")
+    assert str(error.value) == (
+        f"`chat_template` in {path} must render one user message; substring not found."
+    )
+    path = folder / "chat_template.jinja"
+    path.write_text("{% if")
+    with pytest.raises(ValueError, match="`") as error:
+        load_chat_template(folder)
+    assert str(error.value) == (
+        f"`{path}` must be a Jinja template; got unexpected 'end of template'."
+    )
+
+
+IDS = "ids in [0, 263)"
+BAD_SETTINGS = {
+    "a text for a stop id": ("config.json", "eos_token_id", "x", IDS),
+    "a stop id beyond the vocabulary": ("config.json", "eos_token_id", 263, IDS),
+    "a negative stop id": ("generation_config.json", "eos_token_id", [1, -1], IDS),
+    "a stop id that is true": ("generation_config.json", "eos_token_id", True, IDS),
+    "a number for a token": (
+        "tokenizer_config.json",
+        "bos_token",
+        3,
+        "a text, or an object with the text `content`",
+    ),
+    "a token without content": (
+        "tokenizer_config.json",
+        "eos_token",
+        {"content": None},
+        "a text, or an object with the text `content`",
+    ),
+    "a text for a truth": ("tokenizer_config.json", "add_bos_token", "x", "true or false"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_a_bad_setting_is_refused_by_file_and_field(folder, case):
+    file, field, value, rule = BAD_SETTINGS[case]
+    config = {field: value} if file == "config.json" else {}
+    write(folder, file, **{field: value})
+    with pytest.raises(ValueError, match="`") as error:
+        load_tokenizer(folder, config)
+    verb = "hold" if field == "eos_token_id" else "be"
+    assert str(error.value) == f"`{field}` in {folder / file} must {verb} {rule}; got {value!r}."
+
+
+def test_stop_ids_are_those_of_the_model_that_has_more_rows_than_the_tokenizer(folder):
+    assert load_tokenizer(folder, {"eos_token_id": 299, "vocab_size": 300}).stop_ids[0] == 299
+
+
+def test_a_bos_token_that_is_to_be_added_must_be_there(folder):
+    write(folder, "tokenizer_config.json", bos_token="zzz", add_bos_token=True)
+    with pytest.raises(ValueError, match="`") as error:
+        load_tokenizer(folder, {})
+    assert str(error.value) == (
+        f"`bos_token` in {folder / 'tokenizer_config.json'} must be a token of tokenizer.json: the"
+        " file says `add_bos_token`; got 'zzz'."
+    )
+
+
+def test_a_text_without_tokens_is_refused():
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    with pytest.raises(ValueError, match="`") as error:
+        HFTokenizer(tokenizer, bos_id=None, stop_ids=()).encode("b")
+    assert str(error.value).startswith("`text` must have tokens; got: ")
+
+
 BAD_TEMPLATES = {
     "syntax": ("{% for %}", "`place` must be a Jinja template; got "),
     "refuses": (
@@ -177,6 +266,23 @@ BAD_TEMPLATES = {
         "{% for i in range(999999999) %}{% endfor %}",
         "`place` must render one user message; ",
     ),
+    "a macro that never ends": (
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "`place` must render one user message; maximum recursion depth exceeded",
+    ),
+    "deep syntax": ("{{ " + "(" * 9999, "`place` must be a Jinja template; got "),
+    "an encoding": (
+        "{{ messages[0].content.encode('ascii') }}",
+        "`place` must render one user message; 'ascii' codec can't encode character",
+    ),
+    "a value": (
+        "{{ 'x'.index('y') }}",
+        "`place` must render one user message; substring not found.",
+    ),
+    "no filter": (
+        "{{ x | nofilter }}",
+        "`place` must be a Jinja template; got No filter named 'nofilter'.",
+    ),
     "arithmetic": ("{{ 1 / 0 }}", "`place` must render one user message; division by zero."),
 }
 
@@ -185,8 +291,9 @@ BAD_TEMPLATES = {
 def test_a_bad_template_is_refused_and_runs_nothing(name):
     source, message = BAD_TEMPLATES[name]
     with pytest.raises(ValueError, match="`place`") as error:
-        ChatTemplate(source, {}, "place").render("hi")
+        ChatTemplate(source, {}, "`place`").render("hí")
     assert str(error.value).startswith(message)
+    assert not str(error.value).endswith("..")
 
 
 def test_a_chat_tokenizer_encodes_the_conversation(folder):
@@ -202,7 +309,7 @@ def test_a_chat_tokenizer_encodes_the_conversation(folder):
 
 def test_load_model_takes_a_folder(folder, tmp_path):
     target = copy_of("llama2", tmp_path / "models", vocab_size=None) / "."
-    with pytest.raises(ValueError, match=r"`vocab_size` in .* must be a positive integer"):
+    with pytest.raises(ValueError, match=r"`vocab_size` in .* must be an integer from 1 to"):
         load_hf(target)
     target = copy_of("llama2", tmp_path / "more")
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -72,7 +72,7 @@ def refusal(folder, name="llama2"):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_bit_pattern_survives(tmp_path, dtype):
-    """Every 16-bit pattern, NaNs, infinities and denormals included."""
+    """Patterns of all finite numbers, denormals and both zeros included."""
     folder = copy_of("llama2", tmp_path, dtype=dtype)
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     rng = np.random.default_rng(0)
@@ -81,6 +81,7 @@ def test_every_bit_pattern_survives(tmp_path, dtype):
         name: rng.integers(0, np.iinfo(unsigned).max, x.shape, unsigned, endpoint=True).view(kind)
         for name, x in tensors_of().items()
     }
+    tensors = {name: np.where(np.isfinite(x), x, np.zeros((), kind)) for name, x in tensors.items()}
     write(folder, tensors)
     decoder = load_weights(folder, read_hf_config(folder))
     assert decoder.config.dtype == dtype
@@ -156,9 +157,31 @@ def test_a_tensor_of_another_shape_or_dtype_is_named(tmp_path):
     name = "model.layers.1.self_attn.k_proj.weight"
     file = folder / "model.safetensors"
     write(folder, tensors | {name: tensors[name][:24]})
-    assert refusal(folder) == f"`{name} in {file}` must have shape [48, 48]; got [24, 48]."
+    assert refusal(folder) == f"`{name}` in {file} must have shape [48, 48]; got [24, 48]."
     write(folder, tensors | {name: np.zeros((48, 48), np.int8)})
     assert refusal(folder) == f"`{name}` in {file} must be F32, F16 or BF16; got I8."
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [EMBEDDING, "model.layers.1.mlp.up_proj.weight"])
+def test_a_number_that_is_none_is_refused_by_its_tensor(tmp_path, name, value):
+    folder, tensors = copy_of("llama2", tmp_path), tensors_of()
+    file = folder / "model.safetensors"
+    tensors[name] = tensors[name].copy()
+    tensors[name][-1, 3] = value
+    write(folder, tensors)
+    assert refusal(folder) == (
+        f"`{name}` in {file} must hold finite numbers in float32; got NaN or infinity."
+    )
+    tensors[name] = tensors[name].astype(np.float32)
+    tensors[name][-1, 3] = 1e5
+    write(folder, tensors)
+    load_weights(folder, golden_config("llama2"))
+    with pytest.raises(ValueError, match="`") as error:
+        load_weights(folder, read_hf_config(folder, dtype="float16"))
+    assert str(error.value) == (
+        f"`{name}` in {file} must hold finite numbers in float16; got NaN or infinity."
+    )
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 8, 1000, 70_000])

@@ -259,14 +259,14 @@ def test_unknown_model_lists_the_names():
     [
         ({"num_kv_heads": 3}, "`num_q_heads` must be a multiple of `num_kv_heads`; got 4 and 3"),
         ({"head_dim": 7}, "`head_dim` must be even; got 7"),
-        ({"num_layers": 0}, "`num_layers` must be an integer of at least 1; got 0"),
-        ({"hidden_size": 8.0}, "`hidden_size` must be an integer of at least 1; got 8.0"),
+        ({"num_layers": 0}, "`num_layers` must be an integer from 1 to 65536; got 0"),
+        ({"hidden_size": 8.0}, "`hidden_size` must be an integer from 1 to 2147483647; got 8.0"),
         (
             {"rope_pairing": "pairs"},
             "`rope_pairing` must be one of interleaved, halves; got 'pairs'",
         ),
         ({"dtype": "int8"}, "`dtype` must be one of float32, bfloat16, float16; got 'int8'"),
-        ({"rms_norm_eps": 0.0}, "`rms_norm_eps` must be positive; got 0.0"),
+        ({"rms_norm_eps": 0.0}, "`rms_norm_eps` must be a positive number up to 3.4e38; got 0.0"),
     ],
 )
 def test_config_errors(changes, message):
@@ -311,7 +311,7 @@ def test_checkpoint_of_wrong_length_is_refused(tmp_path, num_bytes):
     [
         ((64, 172, 5, 0, 4, 512, 512), "dim is a multiple of n_heads; got 64 and 0"),
         ((64, 172, 5, 8, 3, 512, 512), "`num_q_heads` must be a multiple"),
-        ((64, 172, 0, 8, 4, 512, 512), "`num_layers` must be an integer of at least 1; got 0"),
+        ((64, 172, 0, 8, 4, 512, 512), "`num_layers` must be an integer from 1 to 65536; got 0"),
     ],
 )
 def test_checkpoint_with_impossible_header_is_refused(tmp_path, header, message):

@@ -32,16 +32,33 @@ def test_a_small_copy_has_activations_of_unit_scale(name):
     assert not np.allclose(decoder.arrays()["q_proj"][0], decoder.arrays()["q_proj"][1])
 
 
-def test_weights_are_drawn_layer_by_layer():
-    """The temporaries of more layers take no more memory."""
+@pytest.mark.parametrize(
+    ("few", "many"),
+    [({"num_layers": 4}, {"num_layers": 32}), ({"vocab_size": 20_000}, {"vocab_size": 200_000})],
+)
+def test_weights_are_drawn_piece_by_piece(few, many):
+    """The temporaries of more layers, or of a larger vocabulary, take no more memory."""
     from codec_jax.models.llama import _init_params
 
-    def temporaries(num_layers):
-        config = dataclasses.replace(small("random-codellama-7b"), num_layers=num_layers)
+    def temporaries(changes):
+        config = dataclasses.replace(small("random-codellama-7b"), **changes)
         compiled = _init_params.lower(np.uint32(0), config=config).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
-    assert temporaries(32) < temporaries(4) * 1.1 + 10_000
+    assert temporaries(many) < temporaries(few) * 1.1 + 10_000
+
+
+def test_every_row_of_a_vocabulary_is_drawn_once():
+    config = dataclasses.replace(small("random-llama-3.1-8b"), vocab_size=20_000, num_layers=1)
+    arrays = init_decoder(config).arrays()
+    for name in ("embedding", "lm_head"):
+        rows = np.asarray(arrays[name], np.float32)
+        assert len(np.unique(rows, axis=0)) == 20_000, name
+        assert rows.std() == pytest.approx(64**-0.5, rel=0.01)
+    assert not np.array_equal(arrays["embedding"], arrays["lm_head"])
+    np.testing.assert_array_equal(arrays["final_norm"], 1)
 
 
 def test_load_model_makes_a_preset(monkeypatch):

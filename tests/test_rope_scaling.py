@@ -87,12 +87,18 @@ def test_yarn_multiplies_cosines_and_sines():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LinearRope(factor=0), "`factor` must be a positive number; got 0."),
-        (lambda: LinearRope(factor=math.inf), "`factor` must be a positive number; got inf."),
-        (lambda: LinearRope(factor=True), "`factor` must be a positive number; got True."),
+        (lambda: LinearRope(factor=0), "`factor` must be a positive number up to 3.4e38; got 0."),
+        (
+            lambda: LinearRope(factor=math.inf),
+            "`factor` must be a positive number up to 3.4e38; got inf.",
+        ),
+        (
+            lambda: LinearRope(factor=True),
+            "`factor` must be a positive number up to 3.4e38; got True.",
+        ),
         (
             lambda: Llama3Rope(**LLAMA3 | {"original_max_context": -1}),
-            "`original_max_context` must be a positive number; got -1.",
+            "`original_max_context` must be an integer from 1 to 2147483647; got -1.",
         ),
         (
             lambda: Llama3Rope(**LLAMA3 | {"high_freq_factor": 1.0}),

@@ -19,7 +19,10 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], place: str):
-        """Raises `ValueError` for a template that is not one; `place` says where it came from."""
+        """Raises `ValueError` for a template that is not one.
+
+        `place`, as in "`chat_template` in x.json", says in messages where it came from.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -29,13 +32,15 @@ class ChatTemplate:
         self._place = place
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"`{place}` must be a Jinja template; got {error}.") from error
+        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(f"{place} must be a Jinja template; got {reason}.") from error
 
     def render(self, text: str) -> str:
         """The conversation in which a user says `text` and the model is about to answer.
 
-        Raises `ValueError` if the template refuses it, or does what a sandbox does not allow.
+        Raises `ValueError` if the template refuses it, fails on it or does what a sandbox does not
+        allow.
         """
         variables: dict[str, Any] = {
             **self._special_tokens,
@@ -46,8 +51,9 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError) as error:
-            raise ValueError(f"`{self._place}` must render one user message; {error}.") from error
+        except Exception as error:  # whatever the program that a template is may raise
+            reason = str(error).rstrip(".")
+            raise ValueError(f"{self._place} must render one user message; {reason}.") from error
 
 
 class ChatTokenizer:

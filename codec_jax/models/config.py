@@ -2,14 +2,18 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 
-from codec_jax.models.rope_scaling import RopeScaling
+from codec_jax.models.number_checks import MAX_INT32, check_positive, check_positive_integer
+from codec_jax.models.rope_scaling import RopeScaling, rope_frequencies
 
 RopePairing = Literal["interleaved", "halves"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+
+_MAX_SIZES = {"num_layers": 2**16, "head_dim": 2**16}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if field.type is int:
-                _check_positive_int(field.name, getattr(self, field.name))
+                most = _MAX_SIZES.get(field.name, MAX_INT32)
+                check_positive_integer(field.name, getattr(self, field.name), most=most)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"`num_q_heads` must be a multiple of `num_kv_heads`; got {self.num_q_heads} and "
@@ -57,10 +62,11 @@ class ModelConfig:
             raise ValueError(
                 f"`head_dim` must be even; got {self.head_dim}. RoPE rotates pairs of elements."
             )
-        _check_positive("rope_theta", self.rope_theta)
-        _check_positive("rms_norm_eps", self.rms_norm_eps)
+        check_positive("rope_theta", self.rope_theta)
+        check_positive("rms_norm_eps", self.rms_norm_eps)
         _check_choice("rope_pairing", self.rope_pairing, get_args(RopePairing))
         _check_choice("dtype", self.dtype, get_args(DTypeName))
+        _check_frequencies(self)
 
     @property
     def group_size(self) -> int:
@@ -119,14 +125,20 @@ def num_params(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in param_shapes(config).values())
 
 
-def _check_positive_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"`{name}` must be positive; got {value!r}.")
+def _check_frequencies(config: ModelConfig) -> None:
+    """Raises `ValueError` where RoPE's frequencies would not be float32."""
+    scaling, of_head = config.rope_scaling, (config.head_dim, config.rope_theta)
+    try:
+        with np.errstate(over="ignore"):
+            given = scaling.frequencies(*of_head) if scaling else rope_frequencies(*of_head)
+            is_finite = np.isfinite(given.astype(np.float32)).all()
+    except ArithmeticError:
+        is_finite = False
+    if not is_finite:
+        raise ValueError(
+            f"`rope_scaling` must give finite frequencies with `rope_theta` {config.rope_theta};"
+            f" got {scaling}."
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

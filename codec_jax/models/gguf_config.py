@@ -9,8 +9,15 @@ from typing import Any
 
 from codec_jax.models.config import DTypeName, ModelConfig, RopePairing
 from codec_jax.models.gguf_file import GGUFFile, dequantise, stored_dtype
+from codec_jax.models.number_checks import (
+    check_positive,
+    check_positive_integer,
+    in_words_of,
+    is_integer,
+)
 from codec_jax.models.rope_scaling import FactorsRope, LinearRope, RopeScaling, YarnRope
 
+EMBEDDING = "token_embd.weight"
 ROPE_FACTORS = "rope_freqs.weight"
 
 # The converter of llama.cpp permutes q and k of llama, and of no other architecture here.
@@ -23,11 +30,21 @@ _SIZES = {
     "max_context": "context_length",
 }
 _EPSILON = "attention.layer_norm_rms_epsilon"
+_ORIGINAL = "rope.scaling.original_context_length"
+_WORDS = {
+    **_SIZES,
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+    "rms_norm_eps": _EPSILON,
+    "factor": "rope.scaling.factor",
+    "original_max_context": _ORIGINAL,
+}
 _KNOWN = {
     *_SIZES.values(),
     *(_EPSILON, "attention.head_count_kv", "attention.key_length", "attention.value_length"),
     *("vocab_size", "attention.sliding_window", "rope.freq_base", "rope.dimension_count"),
-    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("rope.scaling.type", "rope.scaling.factor", _ORIGINAL),
     *("rope.scaling.finetuned", "rope.scale_linear"),
 }
 # What a key that is not known must hold, so that there is nothing to honour.
@@ -55,13 +72,12 @@ def parse_gguf_config(file: GGUFFile, *, dtype: DTypeName | None = None) -> Mode
     keys = _keys_of(file, arch)
     _check_keys(keys, file, arch)
     sizes: dict[str, Any] = {ours: _size(keys, key, file, arch) for ours, key in _SIZES.items()}
-    vocabulary = file.tensors.get("token_embd.weight")
     kv_heads = "attention.head_count_kv"
     kv_heads = _size(keys, kv_heads if kv_heads in keys else _SIZES["num_q_heads"], file, arch)
     try:
         return ModelConfig(
             **sizes,
-            vocab_size=vocabulary.shape[0] if vocabulary else keys.get("vocab_size", 0),
+            vocab_size=_vocab_size(file, keys),
             num_kv_heads=kv_heads,
             head_dim=_head_dim(keys, sizes),
             rope_theta=_number(keys, "rope.freq_base", default=10000.0),
@@ -76,7 +92,9 @@ def parse_gguf_config(file: GGUFFile, *, dtype: DTypeName | None = None) -> Mode
             dtype=dtype or stored_dtype(file),
         )
     except ValueError as error:
-        raise ValueError(f"{file.path} describes no decoder that can be: {error}") from error
+        raise ValueError(
+            f"{file.path} describes no decoder that can be: {in_words_of(_WORDS, error)}"
+        ) from error
 
 
 def _check_general(file: GGUFFile) -> None:
@@ -107,8 +125,8 @@ def _check_keys(keys: Mapping[str, Any], file: GGUFFile, arch: str) -> None:
                 f"`{arch}.{key}` in {file.path} must be absent: this decoder has nothing like it;"
                 f" got {value!r}."
             )
-    window, context = keys.get("attention.sliding_window"), keys.get("context_length")
-    if window and not (isinstance(context, int) and window >= context):
+    window = keys.get("attention.sliding_window") or 0
+    if not is_integer(window) or 0 < window < _size(keys, "context_length", file, arch):
         raise ValueError(
             f"`{arch}.attention.sliding_window` in {file.path} must be absent: attention here sees"
             f" all of its context; got {window!r}."
@@ -116,12 +134,21 @@ def _check_keys(keys: Mapping[str, Any], file: GGUFFile, arch: str) -> None:
 
 
 def _size(keys: Mapping[str, Any], key: str, file: GGUFFile, arch: str) -> int:
-    value = keys.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"`{arch}.{key}` in {file.path} must be a positive integer; got {value!r}."
-        )
+    value: Any = keys.get(key)
+    check_positive_integer(f"{arch}.{key}", value, where=f" in {file.path}")
     return value
+
+
+def _vocab_size(file: GGUFFile, keys: Mapping[str, Any]) -> int:
+    """Rows of the embedding."""
+    if EMBEDDING not in file.tensors:
+        raise ValueError(f"`{EMBEDDING}` must be among its tensors; got none.")
+    num_rows = file.tensors[EMBEDDING].shape[0]
+    if keys.get("vocab_size", num_rows) != num_rows:
+        raise ValueError(
+            f"`vocab_size` must be {num_rows}, the rows of {EMBEDDING}; got {keys['vocab_size']!r}."
+        )
+    return num_rows
 
 
 def _head_dim(keys: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
@@ -140,7 +167,8 @@ def _head_dim(keys: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
 
 def _rope_scaling(file: GGUFFile, keys: Mapping[str, Any], max_context: int) -> RopeScaling | None:
     """Scaling by factors in the file (llama3 is stored so), or by its metadata."""
-    kind = keys.get("rope.scaling.type", "linear" if keys.get("rope.scale_linear") else "none")
+    factor = _scaling_factor(keys)
+    kind = keys.get("rope.scaling.type", "none" if factor is None else "linear")
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(f"`rope.scaling.type` must be one of none, linear, yarn; got {kind!r}.")
     if ROPE_FACTORS in file.tensors:
@@ -152,16 +180,32 @@ def _rope_scaling(file: GGUFFile, keys: Mapping[str, Any], max_context: int) -> 
             factors=tuple(dequantise(file, ROPE_FACTORS).astype(float).ravel().tolist())
         )
     if kind == "none":
+        if factor not in (None, 1):
+            raise ValueError(
+                f"`rope.scaling.factor` must be absent from RoPE of type none; got {factor!r}."
+            )
         return None
+    factor = _number({"rope.scaling.factor": factor}, "rope.scaling.factor")
     if kind == "linear":
-        name = "rope.scaling.factor" if "rope.scaling.factor" in keys else "rope.scale_linear"
-        return LinearRope(factor=_number(keys, name))
-    original = keys.get("rope.scaling.original_context_length", max_context)
-    return YarnRope(factor=_number(keys, "rope.scaling.factor"), original_max_context=original)
+        return LinearRope(factor=factor)
+    return YarnRope(factor=factor, original_max_context=keys.get(_ORIGINAL, max_context))
+
+
+def _scaling_factor(keys: Mapping[str, Any]) -> Any:
+    """What the key of today or of old says; None where there is nothing.
+
+    A factor without a type is linear scaling (llama.cpp, src/llama-model.cpp, load_hparams); in the
+    old key 0 is none.
+    """
+    new, old = keys.get("rope.scaling.factor"), keys.get("rope.scale_linear") or None
+    if new is not None and old not in (None, new):
+        raise ValueError(
+            f"`rope.scale_linear` must be absent beside `rope.scaling.factor`; got {old!r}."
+        )
+    return old if new is None else new
 
 
 def _number(keys: Mapping[str, Any], key: str, *, default: float | None = None) -> float:
     value = keys.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"`{key}` must be a number; got {value!r}.")
+    check_positive(key, value)
     return float(value)

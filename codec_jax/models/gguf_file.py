@@ -4,17 +4,21 @@ The format: github.com/ggml-org/ggml, docs/gguf.md.
 """
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from codec_jax.models.config import DTypeName
+from codec_jax.models.file_checks import find_file, unreadable
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 _UNQUANTISED: dict[str, DTypeName] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _UNREADABLE = (ValueError, LookupError, ArithmeticError, TypeError, RecursionError)
+_CHUNK_ELEMENTS = 2**20
 
 
 class StoredTensor(NamedTuple):
@@ -44,28 +48,43 @@ def read_gguf(path: Path) -> GGUFFile:
         is not installed.
     """
     _import_gguf(path)
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise ValueError(f"`{path}` must be a file that can be read; got: {error}.") from error
-    return _parse(path, stat.st_size, stat.st_mtime_ns)
+    found = find_file(path)
+    if found is None:
+        raise ValueError(f"`{path}` must exist; got no file.")
+    return _parse(path, found.st_size, found.st_mtime_ns)
 
 
-def dequantise(file: GGUFFile, name: str) -> np.ndarray:
-    """A tensor of the file in float32; exact for F32, F16 and BF16.
+def check_kinds(file: GGUFFile, names: Iterable[str]) -> None:
+    """Raises `ValueError` that names a tensor whose kind is not among `KINDS`."""
+    for name in names:
+        kind = file.tensors[name].kind
+        if kind not in KINDS:
+            raise ValueError(
+                f"`{name}` in {file.path} must be one of {', '.join(KINDS)}; got {kind}."
+            )
+
+
+def dequantise(file: GGUFFile, name: str, dtype: DTypeLike = np.float32) -> np.ndarray:
+    """A tensor of the file, rounded once to `dtype`; exact in float32 for F32, F16 and BF16.
+
+    Beside the tensor, the host holds some of its rows as they are stored and in float32.
 
     Raises `ValueError` for a kind that is not among `KINDS`.
     """
-    tensor = file.tensors[name]
-    if tensor.kind not in KINDS:
-        raise ValueError(
-            f"`{name}` in {file.path} must be one of {', '.join(KINDS)}; got {tensor.kind}."
-        )
-    # Not through a memory map, whose pages would count as this process's memory.
-    stored = np.fromfile(file.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+    check_kinds(file, [name])
     gguf = _import_gguf(file.path)
-    rows = stored.reshape(*tensor.shape[:-1], -1)
-    return gguf.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind])
+    tensor = file.tensors[name]
+    kind = gguf.GGMLQuantizationType[tensor.kind]
+    result = np.empty((math.prod(tensor.shape[:-1]), tensor.shape[-1]), dtype)
+    row_bytes = tensor.num_bytes // len(result)
+    num_rows = max(1, _CHUNK_ELEMENTS // tensor.shape[-1])
+    for start in range(0, len(result), num_rows):
+        rows = result[start : start + num_rows]
+        # Not through a memory map, whose pages would count as this process's memory.
+        offset, size = tensor.offset + start * row_bytes, len(rows) * row_bytes
+        stored = np.fromfile(file.path, np.uint8, size, offset=offset)
+        rows[:] = gguf.dequantize(stored.reshape(len(rows), -1), kind)
+    return result.reshape(tensor.shape)
 
 
 def stored_dtype(file: GGUFFile) -> DTypeName:
@@ -78,7 +97,8 @@ def stored_dtype(file: GGUFFile) -> DTypeName:
 def _parse(path: Path, size: int, modified_ns: int) -> GGUFFile:
     del size, modified_ns  # they tell a changed file from the one that is kept
     try:
-        reader = _open_whole(path)
+        with np.errstate(all="raise"):  # the package computes with NumPy's integers
+            reader = _open_whole(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {
             tensor.name: StoredTensor(
@@ -89,11 +109,32 @@ def _parse(path: Path, size: int, modified_ns: int) -> GGUFFile:
             )
             for tensor in reader.tensors
         }
+        _check_places(tensors, reader)
+    except OSError as error:
+        raise unreadable(path, error) from error
     except _UNREADABLE as error:
         raise ValueError(
             f"`{path}` must be a whole GGUF file; got: {error}. Copy the file again."
         ) from error
     return GGUFFile(path, fields, tensors)
+
+
+def _check_places(tensors: Mapping[str, StoredTensor], reader: Any) -> None:
+    """Refuses tensors that overlap, and offsets and sizes that overflowed in the reader."""
+    end = reader.data_offset
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if not tensor.shape or 0 in tensor.shape:
+            raise ValueError(f"shape {list(tensor.shape)} for {name}")
+        if tensor.offset % reader.alignment or tensor.offset < end:
+            raise ValueError(
+                f"{name} at byte {tensor.offset}, where a multiple of {reader.alignment} from"
+                f" {end} on belongs"
+            )
+        end = tensor.offset + tensor.num_bytes
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    wrong = [name for name, tensor in tensors.items() if math.prod(tensor.shape) != sizes[name]]
+    if wrong:
+        raise ValueError(f"shape {list(tensors[wrong[0]].shape)} for {wrong[0]}")
 
 
 def _open_whole(path: Path) -> Any:

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from codec_jax.models.config import DTypeName, ModelConfig
-from codec_jax.models.gguf_config import ROPE_FACTORS, parse_gguf_config
-from codec_jax.models.gguf_file import GGUFFile, dequantise, read_gguf
+from codec_jax.models.gguf_config import EMBEDDING, ROPE_FACTORS, parse_gguf_config
+from codec_jax.models.gguf_file import GGUFFile, check_kinds, dequantise, read_gguf
 from codec_jax.models.gguf_tokenizer import gguf_chat_template, gguf_tokenizer
 from codec_jax.models.llama import Decoder
 from codec_jax.models.loaded import LoadedModel
-from codec_jax.models.param_places import check_names, param_places
+from codec_jax.models.param_places import check_names, check_shapes, param_places
 from codec_jax.models.param_stream import ParamStream
 
 _OUTSIDE = {
-    "embedding": "token_embd.weight",
+    "embedding": EMBEDDING,
     "final_norm": "output_norm.weight",
     "lm_head": "output.weight",
 }
@@ -52,13 +52,22 @@ def load_gguf(path: Path, *, dtype: DTypeName | None = None) -> LoadedModel:
     file = read_gguf(path)
     config = parse_gguf_config(file, dtype=dtype)
     tokenizer, template = gguf_tokenizer(file), gguf_chat_template(file)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"`tokenizer.ggml.tokens` in {path} must be {config.vocab_size}, one for each row of"
+            f" {EMBEDDING}; got {tokenizer.vocab_size}."
+        )
     return LoadedModel(_load_weights(file, config), tokenizer, path.name, template)
 
 
 def _load_weights(file: GGUFFile, config: ModelConfig) -> Decoder:
     places = param_places(config, _OUTSIDE, _IN_LAYER)
     check_names(places, file.tensors, file.path, may_be_left=lambda name: name == ROPE_FACTORS)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    check_shapes(places, shapes, config, file.path)
+    check_kinds(file, places)
     stream = ParamStream(config)
     for name, (param, layer) in places.items():
-        stream.put(param, dequantise(file, name), layer=layer, place=f"{name} in {file.path}")
+        tensor = dequantise(file, name, config.array_dtype)
+        stream.put(param, tensor, layer=layer, place=f"`{name}` in {file.path}")
     return stream.finish()

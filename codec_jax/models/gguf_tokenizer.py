@@ -8,8 +8,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from codec_jax.models.chat import ChatTemplate
 from codec_jax.models.gguf_file import GGUFFile
 from codec_jax.models.hf_tokenizer import HFTokenizer
+from codec_jax.models.number_checks import is_integer
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_KINDS = (_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE) = range(1, 7)
 _PREFIX = "tokenizer.ggml"
 _TEMPLATE = "tokenizer.chat_template"
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -60,11 +61,20 @@ def gguf_tokenizer(file: GGUFFile) -> HFTokenizer:
     _add_tokens(tokenizer, tokens, file)
     ids = [_token_id(file, key, len(tokens)) for key in ("bos_token_id", *_STOP_KEYS)]
     add_bos = file.fields.get(f"{_PREFIX}.add_bos_token", pre.add_bos)
+    if not isinstance(add_bos, bool):
+        raise ValueError(
+            f"`{_PREFIX}.add_bos_token` in {file.path} must be true or false; got {add_bos!r}."
+        )
+    if add_bos and ids[0] is None:
+        raise ValueError(
+            f"`{_PREFIX}.bos_token_id` in {file.path} must be given: a text starts with it; got"
+            " none."
+        )
     return HFTokenizer(
         tokenizer,
         bos_id=ids[0],
         stop_ids=tuple(dict.fromkeys(index for index in ids[1:] if index is not None)),
-        add_bos=bool(add_bos),
+        add_bos=add_bos,
     )
 
 
@@ -84,7 +94,7 @@ def gguf_chat_template(file: GGUFFile) -> ChatTemplate | None:
         if index is not None:
             short = {"unknown": "unk", "padding": "pad"}.get(name, name)
             special[f"{short}_token"] = tokens[index]
-    return ChatTemplate(source, special, f"{_TEMPLATE} in {file.path}")
+    return ChatTemplate(source, special, f"`{_TEMPLATE}` in {file.path}")
 
 
 def _choose(file: GGUFFile, key: str, choices: tuple[str, ...]) -> str:
@@ -105,7 +115,7 @@ def _texts(file: GGUFFile, key: str) -> list[str]:
 
 def _token_id(file: GGUFFile, key: str, num_tokens: int) -> int | None:
     value = file.fields.get(f"{_PREFIX}.{key}")
-    if value is not None and not (isinstance(value, int) and 0 <= value < num_tokens):
+    if value is not None and not (is_integer(value) and 0 <= value < num_tokens):
         raise ValueError(
             f"`{_PREFIX}.{key}` in {file.path} must be in [0, {num_tokens}); got {value!r}."
         )
@@ -132,6 +142,12 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, tokens: list[str], file: GGUFFi
         raise ValueError(
             f"`{_PREFIX}.token_type` in {file.path} must have one number for each of"
             f" {len(tokens)} tokens; got {len(kinds) if isinstance(kinds, list) else kinds!r}."
+        )
+    unknown = [kind for kind in kinds if kind not in _KINDS]
+    if unknown:
+        raise ValueError(
+            f"`{_PREFIX}.token_type` in {file.path} must hold numbers from 1 to {len(_KINDS)}; got"
+            f" {unknown[0]!r}."
         )
     special, plain = (
         [

@@ -6,11 +6,13 @@ Nothing else is read: no pickle, and no code from the folder is ever run.
 import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from codec_jax.models.file_checks import find_file, unreadable
 
 CONFIG = "config.json"
 _SINGLE = "model.safetensors"
@@ -20,26 +22,28 @@ _INDEX = "model.safetensors.index.json"
 def load_text(path: Path) -> str | None:
     """The text of a file, or None where there is none.
 
-    Raises `ValueError` if it is not UTF-8.
+    Raises `ValueError` if it is not UTF-8, no file or not to be read.
     """
+    if find_file(path) is None:
+        return None
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
     except UnicodeDecodeError as error:
         raise ValueError(f"`{path}` must be UTF-8; got other bytes at {error.start}.") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object of a JSON file, or None where there is no file.
 
-    Raises `ValueError` if it is not one JSON object.
+    Raises `ValueError` if it is not one JSON object, or gives a name two values.
     """
     text = load_text(path)
     if text is None:
         return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"`{path}` must hold JSON; got {error}. Copy the file again.") from error
     if not isinstance(value, dict):
@@ -76,11 +80,13 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
     Raises `ValueError` if the file is missing, truncated or of another format.
     """
+    if find_file(path) is None:
+        raise ValueError(f"`{path}` must exist: the checkpoint names it; got no file.")
     try:
         with safe_open(path, framework="numpy", backend="pread") as tensors:
             yield tensors
-    except FileNotFoundError as error:
-        raise ValueError(f"`{path}` must exist: the checkpoint names it; got no file.") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
     except SafetensorError as error:
         raise ValueError(
             f"`{path}` must be a whole safetensors file; got: {error}. Copy the file again."
@@ -104,10 +110,24 @@ def _shards(folder: Path, index: dict[str, Any]) -> dict[Path, frozenset[str] | 
         raise ValueError(f"`weight_map` in {folder / _INDEX} must name tensors; got none.")
     names: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file:
+        if not _is_plain_name(file):
             raise ValueError(
                 f"`weight_map` in {folder / _INDEX} must name files in its own folder; got"
                 f" {file!r} for {tensor}."
             )
         names.setdefault(file, set()).add(tensor)
     return {folder / file: frozenset(tensors) for file, tensors in sorted(names.items())}
+
+
+def _is_plain_name(file: Any) -> bool:
+    """Whether a path that ends in it lies in the folder before it, on every system."""
+    is_name = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\:")
+    return is_name and file not in ("", ".", "..")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name, item in pairs:
+        if value.setdefault(name, item) != item:
+            raise ValueError(f"two values of {name!r}")
+    return value

@@ -39,4 +39,5 @@ def load_hf(folder: Path, *, dtype: DTypeName | None = None) -> LoadedModel:
     config = read_hf_config(folder, dtype=dtype)
     tokenizer = load_tokenizer(folder, read_json(folder / CONFIG) or {})
     template = load_chat_template(folder)
-    return LoadedModel(load_weights(folder, config), tokenizer, folder.name, template)
+    name = folder.resolve().name if folder.name in ("", "..") else folder.name
+    return LoadedModel(load_weights(folder, config), tokenizer, name, template)

@@ -1,6 +1,7 @@
 """From the safetensors of a checkpoint in the Hugging Face layout to a decoder."""
 
 import re
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from codec_jax.models.config import ModelConfig
 from codec_jax.models.hf_files import open_tensors, read_tensor, tensor_files
 from codec_jax.models.llama import Decoder
-from codec_jax.models.param_places import check_names, join_names, param_places
+from codec_jax.models.param_places import check_names, check_shapes, join_names, param_places
 from codec_jax.models.param_stream import ParamStream
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -41,21 +42,23 @@ def load_weights(folder: Path, config: ModelConfig) -> Decoder:
         corrupt; the message names them.
     """
     files = tensor_files(folder)
-    names = {path: _tensor_names(path, counted) for path, counted in files.items()}
+    shapes = {path: _tensor_shapes(path, counted) for path, counted in files.items()}
     places = param_places(config, _OUTSIDE, _IN_LAYER)
-    found_names = [name for found in names.values() for name in found]
-    check_names(places, found_names, folder, may_be_left=_may_be_left)
+    names = [name for found in shapes.values() for name in found]
+    check_names(places, names, folder, may_be_left=_may_be_left)
+    for path, found in shapes.items():
+        check_shapes(places, found, config, path)
     stream = ParamStream(config)
-    for path, found in names.items():
+    for path, found in shapes.items():
         with open_tensors(path) as tensors:
             for name in found:
                 if name in places:
                     tensor = read_tensor(tensors, name, path)
                     param, layer = places[name]
-                    stream.put(param, tensor, layer=layer, place=f"{name} in {path}")
+                    stream.put(param, tensor, layer=layer, place=f"`{name}` in {path}")
     decoder = stream.finish()
     if config.tie_embeddings:
-        _check_tied_head(names, decoder)
+        _check_tied_head(shapes, decoder)
     return decoder
 
 
@@ -69,20 +72,21 @@ def stored_dtype_of(folder: Path, name: str) -> str | None:
     return None
 
 
-def _tensor_names(path: Path, counted: frozenset[str] | None) -> list[str]:
-    """The tensors of a file that count, in the order of the file."""
+def _tensor_shapes(path: Path, counted: frozenset[str] | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a file that count, in the order of the file."""
     with open_tensors(path) as tensors:
         names = list(tensors.offset_keys())
-    if counted is None:
-        return names
-    absent = sorted(counted - set(names))
-    if absent:
-        raise ValueError(f"`{path}` must hold {join_names(absent)}: the index says so; got none.")
-    return [name for name in names if name in counted]
+        absent = sorted((counted or set()) - set(names))
+        if absent:
+            raise ValueError(
+                f"`{path}` must hold {join_names(absent)}: the index says so; got none."
+            )
+        kept = [name for name in names if counted is None or name in counted]
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in kept}
 
 
-def _check_tied_head(names: dict[Path, list[str]], decoder: Decoder) -> None:
-    for path, found in names.items():
+def _check_tied_head(shapes: Mapping[Path, Container[str]], decoder: Decoder) -> None:
+    for path, found in shapes.items():
         if _HEAD not in found:
             continue
         with open_tensors(path) as tensors:

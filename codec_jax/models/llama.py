@@ -5,6 +5,7 @@ requests, pages or masks. All layers run in one `jax.lax.scan`, so the cache is 
 as a carry and a donated KV pool is updated in place.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ Cache = Any
 
 Params = Mapping[str, Array]
 
+_DRAWN_ELEMENTS = 2**20
 
 AttentionFn = Callable[
     [
@@ -194,8 +196,8 @@ class Decoder(nnx.Module):
 def init_decoder(config: ModelConfig, *, seed: int = 0) -> Decoder:
     """A decoder with random weights that keep activations at unit scale; one compilation.
 
-    Drawn layer by layer, in float32, and stored in `config.dtype`: beside the parameters themselves
-    the device holds temporaries of one layer, or of the embedding.
+    Drawn layer by layer and some rows at a time, in float32, and stored in `config.dtype`: beside
+    the parameters themselves the device holds some MiB of temporaries.
     """
     return Decoder(config, _init_params(np.uint32(seed), config=config))
 
@@ -226,11 +228,25 @@ def _draw_params(
         if name.endswith("_norm"):
             params[name] = jnp.ones(shape, config.array_dtype)
         else:
-            is_matrix_in_layer = name.endswith("_proj")
-            fan_in = shape[0] if is_matrix_in_layer else config.hidden_size
-            normal = jax.random.normal(subkey, shape, jnp.float32)
-            params[name] = (normal * fan_in**-0.5).astype(config.array_dtype)
+            fan_in = shape[0] if name.endswith("_proj") else config.hidden_size
+            params[name] = _draw_normal(subkey, shape, fan_in**-0.5, config.array_dtype)
     return params
+
+
+def _draw_normal(key: Array, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> Array:
+    """Normal numbers, drawn in float32 some rows at a time."""
+    width = math.prod(shape[1:])
+    block = (min(shape[0], max(1, _DRAWN_ELEMENTS // width)), *shape[1:])
+
+    def draw(index: Array, drawn: Array) -> Array:
+        normal = jax.random.normal(jax.random.fold_in(key, index), block, jnp.float32)
+        # The last block begins earlier where it would end behind the matrix.
+        rows = (normal * std).astype(dtype)
+        return jax.lax.dynamic_update_slice_in_dim(drawn, rows, index * block[0], axis=0)
+
+    # Matrices that began with the same numbers would begin as one, and be copied.
+    begin = jnp.full(shape, jax.random.normal(key, (), dtype))
+    return jax.lax.fori_loop(0, -(-shape[0] // block[0]), draw, begin)
 
 
 @partial(jax.jit, static_argnames="dtype")

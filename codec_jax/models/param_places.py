@@ -54,6 +54,26 @@ def check_names(
         )
 
 
+def check_shapes(
+    places: Mapping[str, Place],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: ModelConfig,
+    origin: Path,
+) -> None:
+    """Raises `ValueError` that names a tensor of another shape than its place has.
+
+    Matrices of layers lie transposed in checkpoints: [outputs, inputs].
+    """
+    in_layer = layer_param_shapes(config)
+    expected = param_shapes(config) | {name: shape[::-1] for name, shape in in_layer.items()}
+    for name, shape in shapes.items():
+        if name in places and shape != expected[places[name].param]:
+            raise ValueError(
+                f"`{name}` in {origin} must have shape {list(expected[places[name].param])}; got"
+                f" {list(shape)}."
+            )
+
+
 def join_names(names: list[str]) -> str:
     """The first names, and how many more there are."""
     shown = ", ".join(names[:_MAX_NAMES])

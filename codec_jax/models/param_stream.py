@@ -29,28 +29,26 @@ class ParamStream:
 
         Args:
           name: as in `param_shapes`; each name (and layer) once.
-          tensor: of the parameter's shape for one layer; matrices of layers as checkpoints have
-            them, [outputs, inputs].
+          tensor: of the shape that `param_places.check_shapes` asks for.
           layer: whose part it is; ignored outside the layers.
           place: what the tensor is called where it came from, for the message.
 
-        Raises `ValueError` for a tensor of another shape.
+        Raises `ValueError` for a tensor with NaN or infinity in the decoder's dtype.
         """
-        in_layer = name in self._in_layer
-        shape = self._in_layer[name] if in_layer else self._shapes[name]
-        is_matrix_in_layer = in_layer and len(shape) == 2
-        stored = shape[::-1] if is_matrix_in_layer else shape
-        if tensor.shape != stored:
-            raise ValueError(f"`{place}` must have shape {list(stored)}; got {list(tensor.shape)}.")
         dtype = self.config.array_dtype
-        if not in_layer:
-            self._params[name] = _cast(jax.device_put(tensor), dtype=dtype)
-            return
-        if name not in self._params:
-            self._params[name] = jnp.zeros(self._shapes[name], dtype)
-        stack = _write(self._params[name], tensor, np.int32(layer), transpose=is_matrix_in_layer)
-        # Without this, the host would run ahead and hold many tensors at once.
-        self._params[name] = jax.block_until_ready(stack)
+        if name not in self._in_layer:
+            put, is_finite = _cast(jax.device_put(tensor), dtype=dtype)
+        else:
+            stack = self._params.pop(name, None)
+            stack = jnp.zeros(self._shapes[name], dtype) if stack is None else stack
+            transpose = len(self._in_layer[name]) == 2
+            put, is_finite = _write(stack, tensor, np.int32(layer), transpose=transpose)
+        # Asking waits; without that, the host would run ahead and hold many tensors at once.
+        if not is_finite:
+            raise ValueError(
+                f"{place} must hold finite numbers in {self.config.dtype}; got NaN or infinity."
+            )
+        self._params[name] = put
 
     def finish(self) -> Decoder:
         """The decoder; every parameter must have been put."""
@@ -58,11 +56,18 @@ class ParamStream:
 
 
 @partial(jax.jit, static_argnames="dtype")
-def _cast(tensor: Array, *, dtype: np.dtype) -> Array:
-    return tensor.astype(dtype)
+def _cast(tensor: Array, *, dtype: np.dtype) -> tuple[Array, Array]:
+    cast = tensor.astype(dtype)
+    return cast, _is_finite(cast)
+
+
+def _is_finite(tensor: Array) -> Array:
+    # XLA would store `jnp.isfinite` of each element; 0 * NaN and 0 * infinity are NaN, too.
+    return jnp.sum(0 * tensor) == 0
 
 
 @partial(jax.jit, static_argnames="transpose", donate_argnames="stack")
-def _write(stack: Array, tensor: Array, layer: Array, *, transpose: bool) -> Array:
-    part = (tensor.T if transpose else tensor).astype(stack.dtype)
-    return jax.lax.dynamic_update_index_in_dim(stack, part, layer, axis=0)
+def _write(stack: Array, tensor: Array, layer: Array, *, transpose: bool) -> tuple[Array, Array]:
+    part = tensor.astype(stack.dtype)
+    laid = part.T if transpose else part
+    return jax.lax.dynamic_update_index_in_dim(stack, laid, layer, axis=0), _is_finite(part)

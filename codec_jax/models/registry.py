@@ -22,7 +22,7 @@ def load_model(name: str, *, dtype: DTypeName | None = None) -> LoadedModel:
     """The model of a name or path, in its own dtype unless `dtype` is given.
 
     `name` is one of `model_names()`, a folder with config.json, safetensors and tokenizer.json or a
-    GGUF file (`*.gguf`; needs the package `gguf`), which is dequantised.
+    GGUF file (`*.gguf`; needs the package `gguf`), which is dequantised; "~" is the home folder.
     "stories260k" is a trained model of 260 thousand parameters (float32) that writes short stories;
     names that start with "random-" are random weights (bfloat16) in the sizes of real models, for
     measurements.
@@ -36,7 +36,7 @@ def load_model(name: str, *, dtype: DTypeName | None = None) -> LoadedModel:
         return _load_stories(config.dtype)
     if name in PRESETS:
         return LoadedModel(init_decoder(config), _preset_tokenizer(config), name)
-    path = Path(name)
+    path = _path(name)
     return load_hf(path, dtype=dtype) if path.is_dir() else load_gguf(path, dtype=dtype)
 
 
@@ -49,7 +49,8 @@ def model_config(name: str, *, dtype: DTypeName | None = None) -> ModelConfig:
         return read_llama2c_config(_STORIES_DIR / "stories260K.bin", dtype=dtype or "float32")
     if name in PRESETS:
         return dataclasses.replace(PRESETS[name], dtype=dtype or PRESETS[name].dtype)
-    path = _existing_path(name)
+    check_model_name(name)
+    path = _path(name)
     read = read_hf_config if path.is_dir() else read_gguf_config
     return read(path, dtype=dtype)
 
@@ -57,6 +58,25 @@ def model_config(name: str, *, dtype: DTypeName | None = None) -> ModelConfig:
 def model_names() -> tuple[str, ...]:
     """Every name that `load_model` takes, besides paths."""
     return (_STORIES, *PRESETS)
+
+
+def check_model_name(name: str, *, argument: str = "name") -> None:
+    """Raises `ValueError` for what `load_model` takes for neither a name nor a path.
+
+    `argument` is what the message calls it.
+    """
+    path = _path(name)
+    try:
+        exists = path.is_dir() or (path.is_file() and path.suffix == ".gguf")
+    except OSError as error:
+        raise ValueError(
+            f"`{argument}` must be a path that can be read; got {name!r}: {error.strerror}."
+        ) from error
+    if not name or not (exists or name in model_names()):
+        raise ValueError(
+            f"`{argument}` must be a folder with config.json, a .gguf file or one of"
+            f" {', '.join(model_names())}; got {name!r}."
+        )
 
 
 def _load_stories(dtype: DTypeName) -> LoadedModel:
@@ -74,11 +94,8 @@ def _preset_tokenizer(config: ModelConfig) -> Llama2cTokenizer | ByteTokenizer:
     return tokenizer if fits else ByteTokenizer(config.vocab_size)
 
 
-def _existing_path(name: str) -> Path:
-    path = Path(name)
-    if not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
-        raise ValueError(
-            f"`name` must be a folder with config.json, a .gguf file or one of"
-            f" {', '.join(model_names())}; got {name!r}."
-        )
-    return path
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # "~" of nobody here
+        return Path(name)

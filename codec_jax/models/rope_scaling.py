@@ -6,9 +6,11 @@ Each has `frequencies(head_dim, theta)`, float64 `[head_dim / 2]` in radians per
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
+
+from codec_jax.models.number_checks import check_positive, check_positive_integer, is_number
 
 
 def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
@@ -24,7 +26,7 @@ class LinearRope:
     attention_factor: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive(self, "factor")
+        check_positive("factor", self.factor)
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
         """Radians per token of each pair of elements."""
@@ -47,8 +49,9 @@ class Llama3Rope:
     attention_factor: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "original_max_context"):
-            _check_positive(self, name)
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check_positive(name, getattr(self, name))
+        check_positive_integer("original_max_context", self.original_max_context)
         if not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(
                 f"`high_freq_factor` must be above `low_freq_factor`; got {self.high_freq_factor!r}"
@@ -81,10 +84,12 @@ class YarnRope:
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
         if self.attention_factor == 0:
             object.__setattr__(self, "attention_factor", yarn_attention_factor(self.factor))
-        for name in ("factor", "original_max_context", "attention_factor", "beta_slow"):
-            _check_positive(self, name)
+        for name in ("attention_factor", "beta_fast", "beta_slow"):
+            check_positive(name, getattr(self, name))
+        check_positive_integer("original_max_context", self.original_max_context)
         if not self.beta_fast >= self.beta_slow:
             raise ValueError(
                 f"`beta_fast` must be at least `beta_slow`; got {self.beta_fast!r} and"
@@ -92,7 +97,12 @@ class YarnRope:
             )
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Radians per token of each pair of elements."""
+        """Radians per token of each pair of elements.
+
+        Raises `ValueError` unless `theta` is above 1: the ramp's ends are logarithms to its base.
+        """
+        if not theta > 1:
+            raise ValueError(f"`rope_theta` must be above 1 for YaRN; got {theta!r}.")
         plain = rope_frequencies(head_dim, theta)
         low, high = (
             head_dim
@@ -119,7 +129,7 @@ class FactorsRope:
     attention_factor: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        if not all(0 < factor < math.inf for factor in self.factors):
+        if not all(is_number(factor) and factor > 0 for factor in self.factors):
             raise ValueError(f"`factors` must be positive numbers; got {self.factors!r}.")
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
@@ -141,10 +151,3 @@ def yarn_attention_factor(
     """`0.1 mscale ln(factor) + 1`, divided by the same of `mscale_all_dim`; at least 1 each."""
     log = math.log(factor) if factor > 1 else 0.0
     return (0.1 * mscale * log + 1) / (0.1 * mscale_all_dim * log + 1)
-
-
-def _check_positive(scaling: Any, name: str) -> None:
-    value = getattr(scaling, name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ValueError(f"`{name}` must be a positive number; got {value!r}.")

@@ -333,3 +333,19 @@ def test_checkpoint_with_untied_head(tmp_path):
     oracle.head = head
     ids = random_ids(decoder.config)
     np.testing.assert_allclose(logits_of(decoder, ids), oracle.logits(ids.tolist()), atol=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 64])
+def test_logits_make_no_float32_copy_of_the_head(num_rows):
+    """On a CPU XLA makes one in the wrong form, which is another for one row than for several."""
+    config = dataclasses.replace(TINY, vocab_size=20_000, hidden_size=64, dtype="bfloat16")
+    decoder = init_decoder(config)
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.bfloat16)
+    scores = jax.jit(lambda decoder, hidden: decoder.logits(hidden))
+    compiled = scores.lower(decoder, hidden[:num_rows]).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 20_000 * 64 * 4 / 2
+    exact = np.asarray(hidden, np.float64) @ np.asarray(decoder.arrays()["lm_head"], np.float64).T
+    given = compiled(decoder, hidden[:num_rows])
+    np.testing.assert_allclose(given, exact[:num_rows], rtol=0, atol=1e-4)

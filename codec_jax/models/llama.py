@@ -189,8 +189,11 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens vocab"]:
         """Scores of the next token, in float32, for hidden states that `__call__` returned."""
-        head = self.embedding if self.lm_head is None else self.lm_head
-        return _project(hidden, head[...].T)
+        head = (self.embedding if self.lm_head is None else self.lm_head)[...]
+        # On a CPU, either form makes XLA copy a bfloat16 head to float32 where the other does not.
+        if len(hidden) == 1:
+            return _project(hidden, head.T)
+        return _project(hidden, head, contracted=1)
 
 
 def init_decoder(config: ModelConfig, *, seed: int = 0) -> Decoder:
@@ -261,10 +264,14 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (x_f32 * scale * weight).astype(x.dtype)
 
 
-def _project(x: Array, weight: Array) -> Float32[Array, "tokens outputs"]:
+def _project(x: Array, weight: Array, *, contracted: int = 0) -> Float32[Array, "tokens outputs"]:
+    """`x` times `weight`, whose axis `contracted` is that of the inputs."""
     # Default precision lets a GPU round float32 operands to TF32.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.matmul(x, weight, precision=precision, preferred_element_type=jnp.float32)
+    dimensions = (((1,), (contracted,)), ((), ()))
+    return jax.lax.dot_general(
+        x, weight, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def _add(x: Array, update: Float32[Array, "tokens hidden"]) -> Array:

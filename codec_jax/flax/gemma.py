@@ -76,7 +76,7 @@ def _check(attn: Any, cache: Any) -> None:
     unknown = {field.name for field in dataclasses.fields(attn)} ^ FIELDS
     if unknown:
         raise ValueError(
-            f"`model` must have the attention of gemma 4.0.1; fields {sorted(unknown)} differ, which"
+            f"`model` must have the attention of gemma 4.0.1; fields {sorted(unknown)} differ, and"
             " could change its mathematics. Give a `LinenHook` of your own for it."
         )
     if attn.attn_logits_soft_cap is not None:

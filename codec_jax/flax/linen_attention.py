@@ -1,4 +1,4 @@
-"""An interceptor on a Linen decoder's attention class: its projections, this library's attention."""
+"""An interceptor on a Linen attention class: its projections, this library's attention."""
 
 import contextlib
 import dataclasses

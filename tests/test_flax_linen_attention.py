@@ -226,3 +226,20 @@ def test_jit_and_loops_work_inside_the_attention():
     text = str(jax.make_jaxpr(run)(variables))
     assert text.count("scan[") == 2
     assert run(variables)[1] == 12
+
+
+class NeedsDeviceArrays(Model):
+    """A model that refuses NumPy arrays, which its own jit would have kept from it."""
+
+    @nn.jit
+    def __call__(self, token_ids, positions):
+        assert isinstance(token_ids, jax.Array)
+        each_itself = jnp.eye(token_ids.shape[1], dtype=bool)
+        return self.head(self.layers[0](self.embedding[token_ids], each_itself)), None
+
+
+def test_numpy_arguments_arrive_as_under_the_models_own_jit():
+    model = NeedsDeviceArrays(num_layers=1)
+    variables = variables_of(model)
+    got = hooked(model, variables, own_keys, num_layers=1)
+    assert_same(got, plain(model, variables))

@@ -8,7 +8,7 @@ import linen_model
 import numpy as np
 import pytest
 from flax import nnx
-from generate_cases import compilations
+from generate_cases import ToyTokenizer, compilations
 from linen_model import HOOK, Model
 
 from codec_jax.flax import LinenDecoder
@@ -21,18 +21,6 @@ OPTIONS = Options(page_size=8, steps_per_visit=3, prefill_chunk=16)
 MODEL = Model(salt="decoder")
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 9, 30], [7, 1], [7, 1]]
 CONTINUATIONS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5, 8], [9, 7, 9], [9, 7, 3, 2]]
-
-
-class NoTokenizer:
-    """For prompts that are token ids."""
-
-    vocab_size, bos_id, stop_ids = linen_model.VOCAB, None, ()
-
-    def encode(self, text, *, bos=True):
-        raise AssertionError(text)
-
-    def decode(self, ids):
-        return " ".join(map(str, ids))
 
 
 def run(model, token_ids, positions):
@@ -54,7 +42,7 @@ def decoder(config=None, **changes):
 
 
 def loaded():
-    return LoadedModel(decoder(), NoTokenizer(), "linen")
+    return LoadedModel(decoder(), ToyTokenizer(linen_model.VOCAB), "linen")
 
 
 def own_logits(prompt, continuation):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core.tracers import current_trace
 
@@ -63,6 +65,8 @@ def linen_carried(carrier: Carrier, hook: LinenHook) -> Iterator[None]:
     def intercept(call, args, kwargs, context):
         module = context.module
         if context.method_name != "__call__" or _class_name(module) != name:
+            if not module.path:
+                args, kwargs = _device_arrays((args, kwargs))
             return call(*args, **kwargs)
         if current_trace() != trace:
             raise RuntimeError(
@@ -81,6 +85,15 @@ def linen_carried(carrier: Carrier, hook: LinenHook) -> Iterator[None]:
 def _attend(carrier: Carrier, q: Any, k: Any, v: Any, *, logits_scale: float | None = None) -> Any:
     with jax.disable_jit(False):
         return carrier.attend(carrier.next_layer, q, k, v, logits_scale=logits_scale)
+
+
+def _device_arrays(arguments: Any) -> Any:
+    """The arguments of a model as its own jit would have given them on."""
+
+    def convert(x):
+        return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+    return jax.tree.map(convert, arguments)
 
 
 def _class_name(module: nn.Module) -> str:

@@ -1,13 +1,13 @@
 """Llama3 and Qwen3 of google-tunix 0.1.7 as decoders for `generate`."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
 
 from codec_jax.flax.nnx_attention import Shared, SharedPool
 from codec_jax.flax.nnx_decoder import NNXDecoder
-from codec_jax.models import ModelConfig
+from codec_jax.models import DTypeName, ModelConfig
 
 MODELS = ("tunix.models.llama3.model.Llama3", "tunix.models.qwen3.model.Qwen3")
 
@@ -46,7 +46,7 @@ def _config(model: Any, max_context: int) -> ModelConfig:
         num_kv_heads=theirs.num_kv_heads,
         head_dim=theirs.head_dim,
         max_context=max_context,
-        dtype=jnp.dtype(dtype).name,
+        dtype=cast(DTypeName, jnp.dtype(dtype).name),
     )
 
 

@@ -165,9 +165,12 @@ class Mine(Attention):
     """A subclass, which could attend in another way."""
 
 
-@pytest.mark.parametrize("hook", [HOOK, LinenHook("Attention", linen_model.forward)])
-def test_another_class_keeps_its_attention_and_that_is_said(hook):
-    model = Model(block=Mine)
+@pytest.mark.parametrize(
+    ("block", "hook"),
+    [(Mine, HOOK), (Attention, LinenHook("Attention", linen_model.forward))],
+)
+def test_another_class_keeps_its_attention_and_that_is_said(block, hook):
+    model = Model(block=block)
     with pytest.raises(RuntimeError, match=r"it ran for \[\]"):
         hooked(model, variables_of(model), hook=hook)
 

@@ -118,7 +118,7 @@ def test_an_update_of_the_model_reaches_the_decoder_and_compiles_nothing():
     weights = model.layers[0].attn.v_proj.w
     weights[...] = 2 * weights[...]
     with compilations() as events:
-        after = forced_logits(shared, FOREST[::-1], CONTINUATIONS[5::-1], options=OPTIONS)[::-1]
+        after = forced_logits(shared, FOREST, CONTINUATIONS[:6], options=OPTIONS)
     assert not events and worst(before, after) > 0.1
     assert worst(after, OwnAttention(model).logits(FOREST, CONTINUATIONS[:6])) < TOLERANCE
 

@@ -8,10 +8,11 @@ import linen_model
 import numpy as np
 import pytest
 from flax import nnx
+from flax_readme import blocks
 from generate_cases import ToyTokenizer, compilations
 from linen_model import HOOK, Model
 
-from codec_jax.flax import LinenDecoder
+from codec_jax.flax import LinenDecoder, LinenHook
 from codec_jax.generate import Options, generate
 from codec_jax.generate_forced import forced_logits
 from codec_jax.models import LoadedModel
@@ -56,6 +57,16 @@ def test_a_forest_has_the_scores_of_each_request_alone():
     got = forced_logits(loaded(), PROMPTS, CONTINUATIONS, options=OPTIONS)
     for prompt, continuation, logits in zip(PROMPTS, CONTINUATIONS, got, strict=True):
         np.testing.assert_allclose(logits, own_logits(prompt, continuation), rtol=0, atol=2e-5)
+
+
+def test_the_page_shows_how():
+    names = {name: getattr(linen_model, name) for name in ("Attention", "SCALE")}
+    names |= {"LinenHook": LinenHook, "LinenDecoder": LinenDecoder, "config": linen_model.config()}
+    names |= {"model": MODEL, "variables": variables()}
+    exec(compile(blocks()["linen forward"][1], "README.md", "exec"), names)
+    model = LoadedModel(names["decoder"], ToyTokenizer(linen_model.VOCAB), "linen")
+    (got,) = forced_logits(model, PROMPTS[:1], CONTINUATIONS[:1], options=OPTIONS)
+    np.testing.assert_allclose(got, own_logits(PROMPTS[0], CONTINUATIONS[0]), rtol=0, atol=2e-5)
 
 
 def test_it_generates_and_the_same_again_compiles_nothing():

@@ -59,9 +59,7 @@ def gemma_variables(model, seed=0):
     with lifted():
         shapes = jax.eval_shape(model.init, jax.random.key(0), np.ones((1, 3), np.int32))
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), shapes
-    )
+    return jax.tree.map(lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), shapes)
 
 
 class OwnAttention:

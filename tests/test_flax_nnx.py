@@ -1,15 +1,20 @@
 """The NNX door around a model of nobody's: its own answers, and the refusals."""
 
+import re
+
+import jax
 import numpy as np
 import pytest
 from flax_readme import blocks
 from generate_cases import ToyTokenizer
 from nnx_model import CONFIG, Model
 
+from codec_jax.decode import Decoding, decode_steps, draw_first
 from codec_jax.flax import NNXDecoder, Shared, SharedPool, attending
-from codec_jax.generate import Options
+from codec_jax.generate import Generation, Options
 from codec_jax.generate_forced import forced_logits
 from codec_jax.models import LoadedModel
+from codec_jax.sampling import Sampling
 
 OPTIONS = Options(page_size=16, steps_per_visit=4, prefill_chunk=32)
 TRUNK = np.random.default_rng(5).integers(2, 32, 19).tolist()
@@ -43,6 +48,27 @@ def test_logits_of_a_forest_are_those_of_its_own_attention():
     for prompt, rows, expected in zip(PROMPTS, found, own, strict=True):
         assert np.abs(expected).max() > 1
         np.testing.assert_allclose(rows, expected[len(prompt) - 1 : -1], atol=2e-5, rtol=0)
+
+
+def test_generation_updates_the_pool_in_place():
+    """The loop of k steps aliases its whole state, and copies no array of the pool's shape."""
+    seen = []
+
+    def steps(params, state, plan, **statics):
+        compiled = decode_steps.lower(params, state, plan, **statics).compile()
+        state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+        shape = ",".join(map(str, state.pool.k_pages.shape))
+        copies = re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())
+        seen.append((compiled.memory_analysis().alias_size_in_bytes - state_bytes, copies))
+        return decode_steps(params, state, plan, **statics)
+
+    model = Model()
+    shared_model(model, SharedPool(None))
+    loaded = LoadedModel(as_decoder(model), ToyTokenizer(32), "toy")
+    sampling = Sampling(max_new_tokens=5)
+    decoding = Decoding(draw_first, steps)
+    Generation(loaded, PROMPTS, sampling=sampling, options=OPTIONS, decoding=decoding).finish()
+    assert seen and all(missing == 0 and copies == [] for missing, copies in seen)
 
 
 def test_a_module_of_another_class_needs_a_forward():

@@ -8,6 +8,8 @@ from codec_jax.flax.gemma import GEMMA_HOOK
 from codec_jax.flax.linen_decoder import LinenDecoder
 from codec_jax.models import ModelConfig
 
+TRANSFORMER = "gemma.gm.nn._transformer.Transformer"
+
 
 def gemma_decoder(model: Any, variables: Any, *, max_context: int) -> LinenDecoder:
     """A decoder around a `gemma.gm.nn.Transformer`, or around a `LoRA` of one.
@@ -19,8 +21,16 @@ def gemma_decoder(model: Any, variables: Any, *, max_context: int) -> LinenDecod
 
     Raises:
       NotImplementedError: the model has a soft cap on its scores, or layers with a window.
-      ValueError: its attention is not that of gemma 4.0.1, or `return_last_only` is set.
+      ValueError: it is of another class, its attention is not that of gemma 4.0.1, or
+        `return_last_only` is set.
     """
+    wrapped = getattr(model, "model", model)
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(wrapped).__mro__]
+    if TRANSFORMER not in names:
+        raise ValueError(
+            f"`model` must be a {TRANSFORMER} or a `LoRA` of one; got {names[0]}. `LinenDecoder`"
+            " takes others."
+        )
     if model.return_last_only:
         raise ValueError("`return_last_only` must not be set: every token's hidden state is asked.")
     theirs = model.config

@@ -1,4 +1,4 @@
-"""Transformers of google-deepmind's gemma, unmodified, with the shared attention: its own answers."""
+"""google-deepmind's gemma, unmodified, with the shared attention: its own answers."""
 
 import base64
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from gemma_models import (
     GLOBAL,
     KINDS,
@@ -118,12 +119,15 @@ def test_the_file_is_that_of_the_installed_package():
 
 
 def test_programs_are_compiled_once():
-    model = loaded(gemma_model())
-    sampling = Sampling(max_new_tokens=14, num_samples=2, temperature=0.7)
-    generate(model, FOREST, sampling=sampling, options=OPTIONS)
+    """One for all visits of the host, for another batch, and for another decoder of the model."""
+
+    def run(prompts, seed):
+        sampling = Sampling(max_new_tokens=14, num_samples=2, temperature=0.7, seed=seed)
+        generate(loaded(gemma_model()), prompts, sampling=sampling, options=OPTIONS)
+
+    run(FOREST, 0)
     with compilations() as events:
-        generate(model, FOREST[::-1], sampling=sampling, options=OPTIONS)
-        generate(loaded(gemma_model()), UNSHARED, sampling=sampling, options=OPTIONS)
+        run(FOREST[::-1], 1)
     assert not events
 
 
@@ -249,6 +253,11 @@ def test_what_changes_the_mathematics_is_refused_by_name(changes, message):
     model = gemma_model(**changes)
     with pytest.raises(NotImplementedError, match=message):
         loaded(model)
+
+
+def test_a_model_of_another_class_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"`model` must be a .*; got flax.linen.linear.Dense\."):
+        gemma_decoder(nn.Dense(3), {}, max_context=MAX_CONTEXT)
 
 
 def test_return_last_only_is_refused():

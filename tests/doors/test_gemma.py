@@ -119,7 +119,7 @@ def test_the_file_is_that_of_the_installed_package():
 
 
 def test_programs_are_compiled_once():
-    """One for all visits of the host, for another batch, and for another decoder of the model."""
+    """One for all visits of the host, for other tokens, and for another decoder of the model."""
 
     def run(prompts, seed):
         sampling = Sampling(max_new_tokens=14, num_samples=2, temperature=0.7, seed=seed)
@@ -127,7 +127,7 @@ def test_programs_are_compiled_once():
 
     run(FOREST, 0)
     with compilations() as events:
-        run(FOREST[::-1], 1)
+        run([[VOCAB - token for token in prompt] for prompt in FOREST], 1)
     assert not events
 
 

@@ -17,7 +17,7 @@ from gemma_models import (
 )
 from generate_cases import ToyTokenizer, compilations
 from lifting import lifted
-from test_nnx_step import LENGTH, NUM_PAGES, PAGE_SIZE, TEXTS, forest_and_places, view_at
+from own_loop import LENGTH, NUM_PAGES, PAGE_SIZE, TEXTS, forest_and_places, view_at
 
 from codec_jax import KVPool, PlanSpec, build_plan
 

@@ -21,7 +21,9 @@ def test_changes_are_under_15_lines(name):
 
 
 def test_the_doors_have_their_changes():
-    assert {"nnx generate", "nnx step"} <= set(DIFFS)
+    assert {f"{door} {kind}" for door in ("nnx", "linen") for kind in ("generate", "step")} == set(
+        DIFFS
+    )
 
 
 def plain_params(rng):

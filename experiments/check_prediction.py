@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from codec_jax.planning.device import device_slug
 from codec_jax.planning.policies import POLICIES, policy_named
 from codec_jax.planning.profiles import FOLDER, CostProfile, load_profiles
 from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
@@ -36,7 +37,7 @@ from experiments.prediction_cases import (
     workload_case,
 )
 from experiments.profile_cost_points import Timer
-from experiments.provenance import device_slug, provenance
+from experiments.provenance import provenance
 from experiments.random_forests import ForestSizes
 from experiments.timing import time_each
 from experiments.workloads import Workload, load_workloads

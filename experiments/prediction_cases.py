@@ -103,7 +103,7 @@ def make_batches(
 def _pad(cases: Sequence[Case], *, num_requests: int) -> tuple[Case, ...]:
     """The cases with forest arrays of one size."""
     num_nodes = max(case.forest.parent.size for case in cases)
-    sizes = {name: num_nodes for name in _PER_NODE} | {name: num_requests for name in _PER_REQUEST}
+    sizes = dict.fromkeys(_PER_NODE, num_nodes) | dict.fromkeys(_PER_REQUEST, num_requests)
     sizes["page_list"] = max(case.forest.page_list.size for case in cases)
     fill = {"parent": -1, "request_row": -1, "request_node": -1}
 

@@ -14,7 +14,7 @@ from experiments import check_prediction
 from experiments.check_prediction import CheckConfig, describe
 from experiments.json_lines import read_json_lines
 from experiments.prediction_bench import PlanBench
-from experiments.prediction_cases import make_batches, random_case, workload_case
+from experiments.prediction_cases import Heads, make_batches, random_case, workload_case
 from experiments.random_forests import ForestSizes, random_forest
 from experiments.timing import Timing
 from experiments.workloads import Workload
@@ -97,13 +97,17 @@ def test_untimed_rows_have_no_error(rows):
 
 def cases(page_size=16):
     named = [Workload(f"w{n}", (1, n), (40, 9), num_q_heads=4, num_kv_heads=2) for n in (3, 40)]
-    random = [random_case(seed, page_size=page_size, sizes=SMALL) for seed in range(3)]
+    random = [
+        random_case(seed, page_size=page_size, sizes=SMALL, heads=Heads(2, 2, 128))
+        for seed in range(3)
+    ]
     return [workload_case(w, page_size=page_size) for w in named] + random
 
 
 def test_cases_of_a_size_share_one_shape():
     batches = make_batches(cases(), policies=("balanced",), page_size=16, num_workers=4)
-    assert sorted(len(batch.cases) for batch in batches) == sorted([1, 1, *_split(cases())])
+    assert sorted(len(batch.cases) for batch in batches) == sorted(_split(cases()))
+    assert len(batches) > 1
     for batch in batches:
         assert len({str(jax.tree.map(np.shape, case.forest)) for case in batch.cases}) == 1
         for case in batch.cases:
@@ -112,8 +116,8 @@ def test_cases_of_a_size_share_one_shape():
 
 
 def _split(all_cases):
-    """Random cases by the power of two of their requests."""
-    rooms = [max(16, 1 << (int(c.forest.num_requests) - 1).bit_length()) for c in all_cases[2:]]
+    """Numbers of cases by the power of two of their requests; all have the same heads."""
+    rooms = [max(16, 1 << (int(c.forest.num_requests) - 1).bit_length()) for c in all_cases]
     return [rooms.count(room) for room in set(rooms)]
 
 
@@ -141,7 +145,7 @@ def test_the_checked_program_lowers_for_cuda():
     large = [random_case(0, page_size=64, sizes=ForestSizes())]
     (batch,) = make_batches(large, policies=("balanced",), page_size=64, num_workers=132)
     profile = dataclasses.replace(PROFILE, dtype="bfloat16", page_size=64, num_workers=132)
-    bench = PlanBench(batch, profile, "mosaic_gpu")
+    bench = PlanBench(batch, profile, "mosaic_gpu", "balanced")
     shapes = bench.shapes
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         traced = jax.jit(bench.attention.__call__).trace(*shapes)

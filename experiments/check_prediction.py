@@ -22,6 +22,8 @@ import jax
 import numpy as np
 from absl import flags
 
+from codec_jax.attention import stored_head_dim
+from codec_jax.planning.device import device_slug
 from codec_jax.planning.policies import POLICIES, policy_named
 from codec_jax.planning.profiles import FOLDER, CostProfile, load_profiles
 from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
@@ -31,20 +33,21 @@ from experiments.prediction_bench import PlanBench, PlannedCase
 from experiments.prediction_cases import (
     RANDOM_HEADS,
     Case,
+    Heads,
     make_batches,
     random_case,
     workload_case,
 )
 from experiments.profile_cost_points import Timer
-from experiments.provenance import device_slug, provenance
+from experiments.provenance import provenance
 from experiments.random_forests import ForestSizes
 from experiments.timing import time_each
 from experiments.workloads import Workload, load_workloads
-from pallas_kernels import padded_head_dim
 
 _AT_A_TIME = 8
 """Plans in one record of the profiler, their tables on the device together."""
 _SMOKE_SIZES = ForestSizes(requests=(3, 8), tokens=(50, 300), levels=(2, 3))
+_SMOKE_HEADS = Heads(num_kv_heads=2, group_size=4, head_dim=64)
 _SEED_STRIDE = 1_000_000
 
 
@@ -101,7 +104,8 @@ def run(config: CheckConfig, *, timer: Timer | None = time_each) -> list[dict[st
     )
     implementation = "xla" if config.smoke else "mosaic_gpu"
     benches = [
-        PlanBench(batch, profiles[batch.cases[0].head_dim], implementation) for batch in batches
+        PlanBench(batch, profiles[batch.cases[0].head_dim], implementation, config.all_policies[0])
+        for batch in batches
     ]
     with ThreadPoolExecutor() as pool:
         # Compiled beside each other, planners too: XLA lets go of the interpreter.
@@ -144,7 +148,11 @@ def find_profiles(config: CheckConfig) -> dict[int, CostProfile]:
     profiles = load_profiles(path)
     found = {}
     for head_dim in sorted(_head_dims(config)):
-        wanted = (config.dtype, padded_head_dim(head_dim), config.page_size)
+        wanted = (
+            config.dtype,
+            stored_head_dim(head_dim, implementation="mosaic_gpu"),
+            config.page_size,
+        )
         mine = [p for p in profiles if (p.dtype, p.head_dim, p.page_size) == wanted]
         if not mine:
             raise ValueError(f"`profile` must have a profile for {wanted}; {path} has none.")
@@ -154,7 +162,11 @@ def find_profiles(config: CheckConfig) -> dict[int, CostProfile]:
 
 def _head_dims(config: CheckConfig) -> set[int]:
     named = {workload.head_dim for workload in _workloads(config)}
-    return named | ({RANDOM_HEADS.head_dim} if config.num_forests else set())
+    return named | ({_random_heads(config).head_dim} if config.num_forests else set())
+
+
+def _random_heads(config: CheckConfig) -> Heads:
+    return _SMOKE_HEADS if config.smoke else RANDOM_HEADS
 
 
 def _workloads(config: CheckConfig) -> Sequence[Workload]:
@@ -171,7 +183,8 @@ def _cases(config: CheckConfig) -> list[Case]:
     sizes = _SMOKE_SIZES if config.smoke else ForestSizes()
     named = [workload_case(w, page_size=config.page_size) for w in _workloads(config)]
     seeds = range(config.seed * _SEED_STRIDE, config.seed * _SEED_STRIDE + config.num_forests)
-    return named + [random_case(s, page_size=config.page_size, sizes=sizes) for s in seeds]
+    draw = functools.partial(random_case, page_size=config.page_size, heads=_random_heads(config))
+    return named + [draw(seed, sizes=sizes) for seed in seeds]
 
 
 def _row(job: PlannedCase, times: dict[str, Any]) -> dict[str, Any]:

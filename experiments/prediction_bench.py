@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 
 from codec_jax import Plan, build_plan
-from codec_jax.planning.cost import CostModel
 from codec_jax.planning.estimate import Estimate, estimate
 from codec_jax.planning.profiles import CostProfile
 from codec_jax.planning.spec import TILE_ROWS
@@ -33,11 +32,13 @@ class PlanBench:
       batch: cases of one shape.
       profile: for their pages; plans are made with its costs.
       implementation: "mosaic_gpu", or "xla" in a smoke test.
+      policy: any of those that the batch has room for; shapes are the same under all.
     """
 
     batch: Batch
     profile: CostProfile
     implementation: str
+    policy: str
 
     @property
     def attention(self) -> BareAttention:
@@ -58,7 +59,7 @@ class PlanBench:
     def shapes(self) -> tuple[Any, Any, Any]:
         """Shapes of its arguments."""
         case, batch = self.batch.cases[0], self.batch
-        plan, forest = self._plan(case, "balanced", cost=None), case.forest
+        plan, forest = self._plan(case, self.policy), case.forest
         resolved = jax.eval_shape(
             lambda: self.attention.resolve(plan, forest.page_list, forest.kv_len)
         )
@@ -71,7 +72,7 @@ class PlanBench:
 
     def predict(self, case: Case, policy: str) -> PlannedCase:
         """The plan of a case under a policy, and how long it should take."""
-        plan = self._plan(case, policy, cost=self.profile.cost_model())
+        plan = self._plan(case, policy)
         with jax.default_device(jax.devices("cpu")[0]):
             found = estimate(
                 plan, spec=self.batch.spec, profile=self.profile, kv_len=case.forest.kv_len
@@ -91,7 +92,7 @@ class PlanBench:
     def _arrays(self) -> Any:
         return random_arrays(self.shapes[:2])
 
-    def _plan(self, case: Case, policy: str, *, cost: CostModel | None) -> Plan:
+    def _plan(self, case: Case, policy: str) -> Plan:
         # On the host: a planner need not be compiled for the device.
         with jax.default_device(jax.devices("cpu")[0]):
             plan = build_plan(
@@ -99,6 +100,6 @@ class PlanBench:
                 self.batch.spec,
                 policy=policy,
                 capacity=self.batch.capacity,
-                cost=cost,
+                cost=self.profile.cost_model(),
             )
             return jax.device_get(plan)

@@ -65,10 +65,12 @@ def workload_case(workload: Workload, *, page_size: int) -> Case:
     return Case(workload.name, forest, workload.num_kv_heads, group_size, workload.head_dim)
 
 
-def random_case(seed: int, *, page_size: int, sizes: ForestSizes) -> Case:
-    """A random forest under `RANDOM_HEADS`."""
+def random_case(
+    seed: int, *, page_size: int, sizes: ForestSizes, heads: Heads = RANDOM_HEADS
+) -> Case:
+    """A random forest under these heads."""
     forest = random_forest(seed, page_size=page_size, sizes=sizes)
-    return Case(f"random-{seed}", forest, *RANDOM_HEADS)
+    return Case(f"random-{seed}", forest, *heads)
 
 
 def make_batches(
@@ -103,13 +105,19 @@ def make_batches(
 def _pad(cases: Sequence[Case], *, num_requests: int) -> tuple[Case, ...]:
     """The cases with forest arrays of one size."""
     num_nodes = max(case.forest.parent.size for case in cases)
+<<<<<<< HEAD
     sizes = dict.fromkeys(_PER_NODE, num_nodes) | dict.fromkeys(_PER_REQUEST, num_requests)
     sizes["page_list"] = max(case.forest.page_list.size for case in cases)
+=======
+    num_entries = max(case.forest.page_list.size for case in cases)
+    sizes = [(name, num_nodes) for name in _PER_NODE] + [("page_list", num_entries)]
+    sizes += [(name, num_requests) for name in _PER_REQUEST]
+>>>>>>> prof
     fill = {"parent": -1, "request_row": -1, "request_node": -1}
 
     def padded(forest: ForestArrays) -> ForestArrays:
         columns = {}
-        for name, size in sizes.items():
+        for name, size in sizes:
             values = np.asarray(getattr(forest, name))
             columns[name] = np.full(size, fill.get(name, 0), np.int32)
             columns[name][: values.size] = values

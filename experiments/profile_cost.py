@@ -23,6 +23,7 @@ from typing import Any
 from absl import flags
 
 from codec_jax.attention import default_num_workers
+from codec_jax.planning.device import device_slug
 from codec_jax.planning.profiles import FOLDER, load_profiles
 from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
 from experiments.json_lines import (
@@ -40,7 +41,7 @@ from experiments.profile_cost_config import (
 from experiments.profile_cost_fit import fit_profile, held_out_error
 from experiments.profile_cost_points import Bench, Timer, measure, samples_of
 from experiments.profile_cost_report import report
-from experiments.provenance import device_slug, provenance
+from experiments.provenance import provenance
 from experiments.timing import time_each
 
 _SMOKE_WORKERS = 4

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 from absl import flags
 
+from codec_jax.attention import choose_implementation, stored_head_dim
 from codec_jax.planning.profiles import ITEMSIZE
 from codec_jax.planning.spec import TILE_ROWS
-from pallas_kernels import padded_head_dim, supports
 
 _INTEGERS = ("head_dims", "page_sizes", "group_sizes")
 
@@ -83,19 +83,14 @@ class ProfileConfig:
           NotImplementedError: the kernels cannot do a combination on this device.
         """
         for signature in self.signatures:
-            if padded_head_dim(signature.head_dim) != signature.head_dim:
+            stored = stored_head_dim(signature.head_dim, implementation="mosaic_gpu")
+            if stored != signature.head_dim:
                 raise ValueError(
                     f"`head_dims` must be as stored, multiples of 64; got {signature.head_dim}."
                 )
-            refusal = supports(
-                jax.devices()[0],
-                signature.dtype,
-                head_dim=signature.head_dim,
-                page_size=signature.page_size,
-                group_size=1,
-            )
-            if refusal is not None:
-                raise NotImplementedError(f"{refusal.reason} `smoke` runs anywhere, untimed.")
+            shape = (1, signature.page_size, signature.head_dim)
+            dtype = jnp.dtype(signature.dtype)
+            choose_implementation(shape, dtype, 1, implementation="mosaic_gpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

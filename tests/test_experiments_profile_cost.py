@@ -138,7 +138,7 @@ def test_a_smoke_test_runs_every_point_without_times(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "the kernels need an NVIDIA Hopper GPU; the device is a cpu. `smoke` runs anywhere"),
+        ([], "the kernels need an NVIDIA Hopper GPU; the device is a cpu."),
         (["--dtypes=int8"], "`dtypes` must be among bfloat16, float16, float32; got 'int8'."),
         (["--dtypes="], "`dtypes` must be one or more different values; got ()."),
         (["--head_dims=64,64"], "`head_dims` must be one or more different values; got (64, 64)."),

@@ -120,6 +120,6 @@ def test_auto_loses_nowhere_on_the_grid(profile):
 @pytest.mark.parametrize("spec", [HEADS, ONE_KV_HEAD], ids=["32/8", "16/1"])
 def test_auto_loses_on_no_random_forest(spec, profile):
     """With one KV head a worker has few steps, and cuts are rounded to a step of 1 or 1.6 us."""
-    named = {str(i): arrays for i, arrays in enumerate(random_arrays(40))}
+    named = {str(i): arrays for i, arrays in enumerate(random_arrays(20))}
     allowed_us = MAX_LOSS_US if spec is HEADS else PROFILE.wide_step_us
     assert losses(named, spec, profile, allowed_us=allowed_us) == []

@@ -105,14 +105,9 @@ def make_batches(
 def _pad(cases: Sequence[Case], *, num_requests: int) -> tuple[Case, ...]:
     """The cases with forest arrays of one size."""
     num_nodes = max(case.forest.parent.size for case in cases)
-<<<<<<< HEAD
-    sizes = dict.fromkeys(_PER_NODE, num_nodes) | dict.fromkeys(_PER_REQUEST, num_requests)
-    sizes["page_list"] = max(case.forest.page_list.size for case in cases)
-=======
     num_entries = max(case.forest.page_list.size for case in cases)
     sizes = [(name, num_nodes) for name in _PER_NODE] + [("page_list", num_entries)]
     sizes += [(name, num_requests) for name in _PER_REQUEST]
->>>>>>> prof
     fill = {"parent": -1, "request_row": -1, "request_node": -1}
 
     def padded(forest: ForestArrays) -> ForestArrays:

@@ -25,13 +25,19 @@ PINS := $(notdir $(basename $(CONSTRAINTS)))$(addprefix -,$(subst $(comma),-,$(E
 # A stamp stands only in a finished environment and names the pins that it holds.
 CORE := $(VENV)/core-$(PINS).stamp
 DEV := $(VENV)/dev-$(PINS).stamp
+# Decoders that others wrote, and nothing of this project depends on, have an environment apart.
+DOORS_VENV := .venv-doors
+DOORS := $(DOORS_VENV)/doors.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat test test-model format-check lint format types check clean
+.PHONY: help setup demo chat test test-model test-doors format-check lint format types check clean
 
 # An environment whose interpreter has gone is made again.
 ifneq ($(shell $(IN_VENV) -c 'print("runs")' 2>/dev/null),runs)
 .PHONY: $(CORE)
+endif
+ifneq ($(shell $(DOORS_VENV)/bin/python -c 'print("runs")' 2>/dev/null),runs)
+.PHONY: $(DOORS)
 endif
 
 help:  ## list the targets
@@ -50,6 +56,9 @@ test: $(DEV)  ## run the tests
 
 test-model: $(DEV) $(CHAT_MODEL)  ## run the tests of the model that chat fetches
 	CODEC_JAX_CHAT_MODEL="$(CHAT_MODEL)" $(IN_VENV) -m pytest -m model
+
+test-doors: $(DOORS)  ## run the tests inside decoders of other packages, in an environment apart
+	$(DOORS_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/doors
 
 format-check: $(DEV)  ## fail if a file is not formatted
 	$(IN_VENV) -m ruff format --check .
@@ -70,7 +79,7 @@ $(CHAT_MODEL): | $(DEV)
 	@sh .ci/fetch_chat_model.sh $(IN_VENV) "$@"
 
 clean:  ## remove the environment and what tools left behind
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOORS_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,REQUIREMENT): the stamps are away while pip works, so an interrupted run shows.
@@ -90,3 +99,10 @@ $(CORE): pyproject.toml $(CONSTRAINTS)
 $(DEV): $(CORE)
 	$(call install,.[dev$(addprefix $(comma),$(EXTRA))])
 	@touch $(CORE) $@
+
+$(DOORS): pyproject.toml constraints-doors.txt
+	@echo "Installing constraints-doors.txt into $(DOORS_VENV); the first time takes some minutes."
+	@python=$$(sh .ci/find_python.sh $(if $(PYTHON),"$(PYTHON)")) && "$$python" -m venv --clear $(DOORS_VENV)
+	@$(DOORS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r constraints-doors.txt -e .
+	@touch $@

@@ -24,6 +24,7 @@ from codec_jax.partial import Partial as Partial
 from codec_jax.partial import merge as merge
 from codec_jax.partial import merge_stacked as merge_stacked
 from codec_jax.planning.build import build_plan as build_plan
+from codec_jax.planning.explain import explain_plan as explain_plan
 from codec_jax.planning.plan import Plan as Plan
 from codec_jax.planning.spec import PlanSpec as PlanSpec
 from codec_jax.sampling import Sampling as Sampling

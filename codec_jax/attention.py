@@ -16,11 +16,12 @@ from codec_jax.attention_rows import Rows, pack_positions, pack_rows, unpack_row
 from codec_jax.attention_xla import ChunkConfig, attend_rows
 from codec_jax.kv_cache import KVCache, KVPool
 from codec_jax.partial import Partial
+from codec_jax.planning.device import device_slug
 from codec_jax.planning.merge_order import merge_order
 from codec_jax.planning.plan import Plan, Segments
 from codec_jax.planning.resolve import ResolvedSteps, resolve
 from codec_jax.planning.scans import iota
-from pallas_kernels import Tables, pack_table, pack_tables, padded_head_dim, supports
+from pallas_kernels import KernelConfig, Tables, pack_table, pack_tables, padded_head_dim, supports
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")
 
@@ -116,10 +117,10 @@ def prepare_plan(plan: Plan, *, implementation: str) -> PreparedPlan:
     """The plan with the tables of that implementation."""
     if implementation != "mosaic_gpu":
         return PreparedPlan(plan)
-    return PreparedPlan(plan, _kernel_tables(plan))
+    return PreparedPlan(plan, kernel_tables(plan))
 
 
-def _kernel_tables(plan: Plan) -> Tables:
+def kernel_tables(plan: Plan) -> Tables:
     """The kernels' tables without steps.
 
     The kernels number slots in merge order, so that a tile's slots follow each other.
@@ -213,7 +214,7 @@ def attend_packed(
     """`attend_resolved` on packed rows as wide as the pool's heads: float32 out and natural lse."""
     if implementation == "mosaic_gpu":
         rows = rows.astype(pool.k_pages.dtype)
-        return _keep_apart(run_kernels(rows, pool, resolved, layer, logits_scale=logits_scale))
+        return keep_apart(run_kernels(rows, pool, resolved, layer, logits_scale=logits_scale))
     plan, position = resolved.prepared.plan, resolved.q_position
     packed = Rows(
         rows.astype(jnp.float32) * logits_scale,
@@ -239,28 +240,48 @@ def run_kernels(
     layer: Int32[Array, ""],
     *,
     logits_scale: float,
+    config: KernelConfig | None = None,
 ) -> Partial:
     """Two launches and nothing else: every segment's partial result, then their merge.
 
-    For measurements. A row without keys is empty by its lse alone: its out may hold anything.
+    For measurements, in the device's tuned configuration or another one. A row without keys is
+    empty by its lse alone: its out may hold anything.
     """
-    # Loaded here: without a GPU nobody needs Pallas.
-    from pallas_kernels.merge import merge_partials
-    from pallas_kernels.partial_attention import partial_attention
-
     if resolved.tables is None:
         raise ValueError("`resolved` must be prepared for 'mosaic_gpu'; see `prepare_plan`.")
-    partials, merged = partial_attention(
-        rows,
-        (pool.k_pages, pool.v_pages),
-        resolved.tables,
-        jnp.reshape(layer * pool.num_pages, (1,)),
-        logits_scale=logits_scale,
+    offset = jnp.reshape(layer * pool.num_pages, (1,))
+    kv = ((pool.k_pages, pool.v_pages),)
+    return launch_kernels(
+        rows, kv, resolved.tables, offset, logits_scale=logits_scale, config=config
     )
-    return Partial(*merge_partials(partials, resolved.tables.slot_indptr, merged))
 
 
-def _keep_apart(partial: Partial) -> Partial:
+def launch_kernels(
+    rows: Float[Array, "num_kv_heads rows head_dim"],
+    kv: tuple[tuple[Array, Array], ...],
+    tables: Tables,
+    page_offset: Int32[Array, " 1"],
+    *,
+    logits_scale: float,
+    config: KernelConfig | None = None,
+) -> Partial:
+    """`run_kernels` on any sources of keys and values, see `pallas_kernels.partial_attention`."""
+    # Loaded here: without a GPU nobody needs Pallas.
+    from pallas_kernels.merge import merge_partials
+    from pallas_kernels.partial_attention import partial_attention, tokens_of_a_page
+    from pallas_kernels.tuning import best_config
+
+    config = config or best_config(
+        device_slug(), rows.dtype, head_dim=rows.shape[2], page_size=tokens_of_a_page(kv)
+    )
+
+    partials, merged = partial_attention(
+        rows, kv, tables, page_offset, logits_scale=logits_scale, config=config
+    )
+    return Partial(*merge_partials(partials, tables.slot_indptr, merged))
+
+
+def keep_apart(partial: Partial) -> Partial:
     """The same values, out of XLA's sight of where they come from.
 
     XLA lets a custom call write straight into a slice of a larger array (the results of a `scan`),

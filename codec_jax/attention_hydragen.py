@@ -6,10 +6,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from codec_jax.attention import default_num_workers
+from codec_jax.attention_dense import attend_two_levels, choose_dense_implementation
 from codec_jax.partial import Partial, merge, softmax_with_lse
 
 
-@jax.jit
 def hydragen_attention(
     q: Float[Array, "batch num_q_heads head_dim"],
     shared_k: Float[Array, "prefix_len num_kv_heads head_dim"],
@@ -17,27 +18,45 @@ def hydragen_attention(
     suffix_k: Float[Array, "batch max_suffix_len num_kv_heads head_dim"],
     suffix_v: Float[Array, "batch max_suffix_len num_kv_heads head_dim"],
     suffix_len: Int32[Array, " batch"],
+    *,
+    implementation: str | None = None,
 ) -> Partial:
     """Attention of each query over the shared prefix and its own suffix.
 
     The queries of all requests are stacked against the prefix, whose keys and values are read once;
     each suffix is attended to on its own; the two are merged by log-sum-exp (Hydragen, arXiv
-    2402.05099, sections 3.1 and 3.2, equations 4 and 5). Scores are scaled by head_dim**-0.5.
+    2402.05099, sections 3.1 and 3.2, equations 4 and 5). Scores are scaled by head_dim**-0.5. On a
+    Hopper GPU the kernels read the tensors where they lie, without a copy: lengths that are
+    multiples of 8, a head_dim that is one of 64; others are left to XLA.
 
     Args:
       q: one query token for each request; query heads of one KV head follow each other.
       shared_k, shared_v: keys and values of the prefix; it may be empty.
       suffix_k, suffix_v: keys and values of each request's suffix, padded at the end.
       suffix_len: live tokens of each suffix; what lies past them is never used, NaN included.
+      implementation: "mosaic_gpu" or "xla"; by default the first that supports the case. Only "xla"
+        has gradients.
 
     Returns:
       Partial: out `[batch, num_q_heads, head_dim]` in q's dtype, lse float32
       `[batch, num_q_heads]`; (0, -inf) for a request without keys.
 
     Raises:
-      ValueError: shapes that do not fit each other.
+      ValueError: shapes that do not fit each other, or an unknown implementation.
+      NotImplementedError: the implementation cannot do this case, with its reason.
     """
     _check_shapes(q, (shared_k, shared_v), (suffix_k, suffix_v), suffix_len)
+    chosen = choose_dense_implementation(
+        q.shape, (shared_k, suffix_k), implementation=implementation
+    )
+    arrays = (q, shared_k, shared_v, suffix_k, suffix_v, suffix_len)
+    if chosen == "xla":
+        return _attend_on_xla(*arrays)
+    return attend_two_levels(*arrays, num_workers=default_num_workers())
+
+
+@jax.jit
+def _attend_on_xla(q, shared_k, shared_v, suffix_k, suffix_v, suffix_len) -> Partial:
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = shared_k.shape[1]
     grouped = q.astype(jnp.float32) * head_dim**-0.5

@@ -1,5 +1,6 @@
 """Result files: one JSON object a line, complete or not there at all."""
 
+import functools
 import json
 import os
 import secrets
@@ -54,7 +55,13 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def write_json_lines(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes one object a line in UTF-8, and replaces `path` when all of them are on the disk.
+    """Writes one object a line in UTF-8, whole or not at all, see `write_text`."""
+    dump = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False)
+    write_text(path, (dump(row) + "\n" for row in rows))
+
+
+def write_text(path: str | Path, parts: Iterable[str]) -> None:
+    """Writes the parts in UTF-8, and replaces `path` when all of them are on the disk.
 
     A reader sees the old file or the new one. After any failure the old file is as it was, and
     nothing else is left in the folder.
@@ -63,8 +70,7 @@ def write_json_lines(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:
     temporary = _temporary(target)
     try:
         with temporary.open("x", encoding="utf-8", newline="\n") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():

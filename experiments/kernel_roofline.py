@@ -10,37 +10,30 @@ Expected: within 15% of the floor where a node is long, further where the whole 
 """
 
 import dataclasses
+import functools
 import itertools
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-from codec_jax import ForestArrays, KVCache, KVPool, Partial, Plan, PlanSpec, build_plan
-from codec_jax.attention import (
-    attend_packed,
-    choose_implementation,
-    prepare_plan,
-    resolve_plan,
-    run_kernels,
-    stored_head_dim,
+from codec_jax import ForestArrays, Plan, build_plan
+from experiments.attention_step import (
+    CompiledStep,
+    MeasureConfig,
+    compile_step,
+    describe,
+    make_inputs,
+    make_pool,
+    measure_step,
+    spec_of,
 )
-from codec_jax.attention_rows import pack_rows, unpack_rows
 from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
-from experiments.dense_check import max_relative_error
 from experiments.json_lines import check_writable, write_json_lines
-from experiments.provenance import implementation_in, provenance
-from experiments.timing import Timing, time_calls
 from experiments.workloads import Workload, load_workloads
 
-BYTES_PER_US, FLOPS_PER_US = 4.3e6, 790e6
-"""Measured ceilings of an H200: device-to-device copy, and an 8192^3 bfloat16 product."""
 SMOKE = (
     Workload("smoke-star", (1, 5), (40, 9), num_q_heads=8, num_kv_heads=2, head_dim=64),
     Workload("smoke-forest", (2, 4, 8), (20, 1, 33), num_q_heads=8, num_kv_heads=2, head_dim=64),
@@ -48,28 +41,16 @@ SMOKE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RooflineConfig:
-    """What to measure.
+class RooflineConfig(MeasureConfig):
+    """What to measure; `smoke` takes tiny cases.
 
     Attributes:
       cases: names in workloads.json; empty takes those of the speed table.
       policies: what to share, see `planning.policies.POLICIES`.
-      dtype, page_size, implementation: as for `generate`.
-      num_runs: timed calls of each case.
-      smoke: tiny cases without times, on any device.
-      commit: of the sources, where no repository travels along.
-      output: JSON lines file; None writes none.
     """
 
     cases: tuple[str, ...] = ()
     policies: tuple[str, ...] = ("balanced",)
-    dtype: str = "bfloat16"
-    page_size: int = 64
-    implementation: str | None = None
-    num_runs: int = 20
-    smoke: bool = False
-    commit: str | None = None
-    output: str | None = None
 
 
 _BATCH = 5
@@ -88,18 +69,6 @@ SPEED_TABLE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """One case ready to run."""
-
-    q: jax.Array
-    kv: KVCache
-    plan: Plan
-    forest: ForestArrays
-    logits_scale: float
-    implementation: str
-
-
 def run(config: RooflineConfig) -> list[dict[str, Any]]:
     """A row for each case and policy, also written to `config.output`."""
     rows = []
@@ -108,10 +77,11 @@ def run(config: RooflineConfig) -> list[dict[str, Any]]:
         few = jobs[first : first + _BATCH]
         # Compiled together (XLA lets go of the interpreter), timed one after the other.
         with ThreadPoolExecutor(_BATCH) as pool:
-            ready = list(pool.map(lambda job: _compile(_prepare(job[0], job[1], config)), few))
+            ready = list(pool.map(lambda job: _compile(job[0], job[1], config), few))
         for (workload, policy), compiled in zip(few, ready, strict=True):
-            rows.append(_measure(workload, policy, compiled, config=config))
-            say(_describe(rows[-1]))
+            plan = functools.partial(_plan, workload, policy, compiled.inputs.forest, config)
+            rows.append(measure_step(workload, policy, compiled, plan=plan, config=config))
+            say(describe(rows[-1]))
     if config.output is not None:
         write_json_lines(config.output, rows)
     return rows
@@ -127,137 +97,15 @@ def _workloads(config: RooflineConfig) -> Sequence[Workload]:
     return [known[name] for name in config.cases or SPEED_TABLE]
 
 
-def _measure(
-    workload: Workload, policy: str, compiled: "_Compiled", *, config: RooflineConfig
-) -> dict[str, Any]:
-    step, result = compiled.step, compiled.unpacked()
-    error, lse_error = max_relative_error(
-        result, step.q, step.kv, step.forest, logits_scale=step.logits_scale
-    )
-    floor_us = max(workload.kv_bytes() / BYTES_PER_US, workload.num_flops() / FLOPS_PER_US)
-    times: dict[str, Any] = dict.fromkeys(("time_us", "p10_us", "p90_us", "floor_share"))
-    if not config.smoke:
-        timing: Timing = time_calls(compiled.call, num_runs=config.num_runs)
-        times = {"time_us": timing.median_us, "p10_us": timing.p10_us, "p90_us": timing.p90_us}
-        times["floor_share"] = floor_us / timing.median_us
-        times["kernels"] = [[name, round(us, 2)] for name, us in timing.kernels]
-    return {
-        "case": workload.name,
-        "policy": policy,
-        "implementation": implementation_in(str(compiled.program.as_text())),
-        "dtype": config.dtype,
-        "num_q_heads": workload.num_q_heads,
-        "num_kv_heads": workload.num_kv_heads,
-        "head_dim": workload.head_dim,
-        "page_size": config.page_size,
-        "batch_size": workload.batch_size,
-        **times,
-        "floor_us": floor_us,
-        "plan_us": _plan_us(workload, policy, step),
-        "kv_bytes": workload.kv_bytes(),
-        "max_rel_err": error,
-        "max_lse_err": lse_error,
-        "segments": int(step.plan.counts.segments),
-        "slots": int(step.plan.counts.slots),
-        **provenance(config.commit),
-    }
+def _plan(workload: Workload, policy: str, forest: ForestArrays, config: RooflineConfig) -> Plan:
+    return build_plan(forest, spec_of(workload, page_size=config.page_size), policy=policy)
 
 
-def _spec(workload: Workload, page_size: int) -> PlanSpec:
-    group_size = workload.num_q_heads // workload.num_kv_heads
-    return PlanSpec(num_kv_heads=workload.num_kv_heads, group_size=group_size, page_size=page_size)
-
-
-def _prepare(workload: Workload, policy: str, config: RooflineConfig) -> _Step:
-    dtype = jnp.dtype(config.dtype)
-    spec = _spec(workload, config.page_size)
-    implementation, _ = choose_implementation(
-        (workload.num_kv_heads, config.page_size, workload.head_dim),
-        dtype,
-        spec.group_size,
-        implementation=config.implementation,
-    )
+def _compile(workload: Workload, policy: str, config: RooflineConfig) -> CompiledStep:
     forest = workload.forest(page_size=config.page_size)
-    width = stored_head_dim(workload.head_dim, implementation=implementation)
-    shape = (forest.page_list.size, workload.num_kv_heads, config.page_size, workload.head_dim)
-    padding = ((0, 0), (0, 0), (0, 0), (0, width - workload.head_dim))
-    k, v, q = (jax.random.key(seed) for seed in range(3))
-    k, v = (jnp.pad(jax.random.normal(key, shape, dtype), padding) for key in (k, v))
-    q_shape = (workload.batch_size, workload.num_q_heads, workload.head_dim)
-    return _Step(
-        q=jax.random.normal(q, q_shape, dtype),
-        kv=KVCache(KVPool(k, v), jnp.asarray(forest.page_list), jnp.asarray(forest.kv_len)),
-        plan=build_plan(forest, spec, policy=policy),
-        forest=forest,
-        logits_scale=workload.head_dim**-0.5,
-        implementation=implementation,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """The attention of packed rows as a decode step's layer runs it, compiled."""
-
-    step: _Step
-    program: Any
-    arguments: tuple
-
-    def call(self) -> Partial:
-        """Of packed rows."""
-        return self.program(*self.arguments)
-
-    def unpacked(self) -> Partial:
-        """Of every request."""
-        result = self.call()
-        cut = Partial(result.out[..., : self.step.q.shape[2]], result.lse)
-        return unpack_rows(cut, self.step.plan, dtype=self.step.q.dtype)
-
-
-def _compile(step: _Step) -> _Compiled:
-    prepared = jax.jit(lambda plan: prepare_plan(plan, implementation=step.implementation))(
-        step.plan
-    )
-    resolved = jax.jit(
-        lambda prepared, kv: resolve_plan(
-            prepared, kv.page_list, kv.kv_len, page_size=kv.pool.page_size
-        )
-    )(prepared, step.kv)
-    padding = ((0, 0), (0, 0), (0, step.kv.pool.head_dim - step.q.shape[2]))
-    rows = jax.jit(lambda q, plan: pack_rows(jnp.pad(q, padding), plan))(step.q, step.plan)
-
-    def attention(rows, pool, resolved) -> Partial:
-        # Bare: in a decode step, what else `attend_packed` does is fused into the unpacking.
-        if step.implementation == "mosaic_gpu":
-            return run_kernels(rows, pool, resolved, layer, logits_scale=step.logits_scale)
-        return attend_packed(
-            rows,
-            pool,
-            resolved,
-            layer,
-            logits_scale=step.logits_scale,
-            implementation=step.implementation,
-        )
-
-    layer, arguments = jnp.int32(0), (rows, step.kv.pool, resolved)
-    return _Compiled(step, jax.jit(attention).lower(*arguments).compile(), arguments)
-
-
-def _plan_us(workload: Workload, policy: str, step: _Step) -> float:
-    """Wall time of a plan with everything compiled, host work included; median of 5."""
-    spec, times = _spec(workload, step.kv.pool.page_size), []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(build_plan(step.forest, spec, policy=policy))
-        times.append(1e6 * (time.perf_counter() - start))
-    return float(np.median(times))
-
-
-def _describe(row: dict[str, Any]) -> str:
-    line = f"{row['case']:26} {row['policy']:16} {row['implementation']:10}"
-    if row["time_us"] is not None:
-        line += f" {row['time_us']:8.1f} us, floor {row['floor_us']:7.1f} us = "
-        line += f"{row['floor_share']:4.0%}, kernels {[us for _, us in row['kernels']]}"
-    return f"{line}, error {row['max_rel_err']:.1e}, lse {row['max_lse_err']:.1e}"
+    pool = make_pool(workload, config, num_pages=forest.page_list.size)
+    inputs = make_inputs(workload, forest, pool, config=config)
+    return compile_step(inputs, _plan(workload, policy, forest, config))
 
 
 def main(argv: Sequence[str]) -> int:

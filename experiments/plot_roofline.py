@@ -53,7 +53,7 @@ def draw_roofline(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set_xlabel("time of one decode step's attention (µs), median of the calls")
     _tidy(axes)
     _add_legend(figure, policies)
-    figure.supxlabel(_caption(rows), x=0.01, ha="left", fontsize=7.5, color="0.35")
+    figure.supxlabel(caption(rows), x=0.01, ha="left", fontsize=7.5, color="0.35")
     return figure
 
 
@@ -109,7 +109,7 @@ def _add_legend(figure: Figure, policies: Sequence[str]) -> None:
     )
 
 
-def _caption(rows: Sequence[dict[str, Any]]) -> str:
+def caption(rows: Sequence[dict[str, Any]]) -> str:
     """Where the rows come from; all values where they differ."""
     parts = [", ".join(distinct(rows, name)) for name in ("device", "implementation", "dtype")]
     commits = ", ".join(commit[:12] for commit in distinct(rows, "commit"))

@@ -8,7 +8,7 @@ then charged to the call.
 
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -46,17 +46,34 @@ def time_calls(call: Callable[[], object], *, num_runs: int = 20) -> Timing:
     Raises:
       RuntimeError: there is no GPU, or the profiler did not record every run.
     """
+    return time_each([call], num_runs=num_runs)[0]
+
+
+def time_each(calls: Sequence[Callable[[], object]], *, num_runs: int = 20) -> list[Timing]:
+    """The times of several calls, one after the other in one record: starting the profiler costs.
+
+    Raises:
+      RuntimeError: there is no GPU, or the profiler did not record every run.
+    """
     if jax.default_backend() != "gpu":
         raise RuntimeError(f"timing needs a GPU; the default backend is {jax.default_backend()}.")
     buffer = jax.block_until_ready(jnp.ones(L2_BYTES // 4, jnp.float32))
-    jax.block_until_ready((call(), empty_l2(buffer)))
+    for call in (*calls, lambda: empty_l2(buffer)):
+        jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(num_runs):
-                jax.block_until_ready(empty_l2(buffer))
-                jax.block_until_ready(call())
+            for call in calls:
+                for _ in range(num_runs):
+                    jax.block_until_ready(empty_l2(buffer))
+                    jax.block_until_ready(call())
         kernels = _read_kernels(Path(folder))
-    return _summarise(_split_calls(kernels), num_runs)
+    found = _split_calls(kernels)
+    if len(found) != num_runs * len(calls) or not all(found):
+        counts = [len(call) for call in found]
+        raise RuntimeError(
+            f"the profiler must record {num_runs * len(calls)} calls; it has kernels {counts}."
+        )
+    return [_summarise(found[i : i + num_runs]) for i in range(0, len(found), num_runs)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +115,7 @@ def _split_calls(kernels: list[_Kernel]) -> list[list[_Kernel]]:
     return calls
 
 
-def _summarise(calls: list[list[_Kernel]], num_runs: int) -> Timing:
-    if len(calls) != num_runs or not all(calls):
-        found = [len(call) for call in calls]
-        raise RuntimeError(f"the profiler must record {num_runs} calls; it has kernels {found}.")
+def _summarise(calls: list[list[_Kernel]]) -> Timing:
     spans = [(call[-1].end_ns - call[0].start_ns) / 1000 for call in calls]
     middle = calls[int(np.argsort(spans)[len(spans) // 2])]
     p10, median, p90 = np.percentile(spans, [10, 50, 90])

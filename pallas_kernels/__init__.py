@@ -5,6 +5,7 @@ and says why a case is refused. The kernels themselves are in `partial_attention
 load Pallas; a machine without a GPU never does.
 """
 
+from pallas_kernels.config import KernelConfig as KernelConfig
 from pallas_kernels.support import Refusal as Refusal
 from pallas_kernels.support import padded_head_dim as padded_head_dim
 from pallas_kernels.support import supports as supports

@@ -28,6 +28,7 @@ class Block(NamedTuple):
     row_lo: tuple
     row_hi: tuple
     part: Any  # which 64 tokens of the page, where a page is larger than a block
+    sources: tuple  # where each page lies
 
     def is_live(self):
         """Whether any token of the block is live."""
@@ -81,12 +82,14 @@ class Walk(NamedTuple):
       steps: shared memory, [NUM_CHUNKS, STEP_CHUNK, 8].
       num_steps: of the segment.
       page_size: tokens of a page.
+      num_sources: that pages can lie in.
       enter, leave: called with the number of the chunk that is read next, or not read any more.
     """
 
     steps: Any
     num_steps: Any
     page_size: int
+    num_sources: int
     enter: Callable[[Any], None]
     leave: Callable[[Any], None]
 
@@ -144,6 +147,7 @@ class Walk(NamedTuple):
             lo = jnp.maximum(steps[first + j, StepTable.COL_LO] - part * BLOCK_KV, 0)
             hi = jnp.minimum(steps[first + j, StepTable.COL_HI] - part * BLOCK_KV, BLOCK_KV)
             hi = jnp.where(inside, jnp.maximum(hi, lo), lo)
+            source = steps[first + j, StepTable.SOURCE] if self.num_sources > 1 else 0
             columns.append(
                 (
                     jnp.where(inside, steps[first + j, StepTable.PAGE], 0),
@@ -151,10 +155,11 @@ class Walk(NamedTuple):
                     hi + j * self.page_size,
                     steps[first + j, StepTable.ROW_LO],
                     steps[first + j, StepTable.ROW_HI],
+                    source,
                 )
             )
-        pages, col_lo, col_hi, row_lo, row_hi = zip(*columns, strict=True)
-        return Block(pages, col_lo, col_hi, row_lo, row_hi, part)
+        pages, col_lo, col_hi, row_lo, row_hi, sources = zip(*columns, strict=True)
+        return Block(pages, col_lo, col_hi, row_lo, row_hi, part, sources)
 
     def skip(self, cursor: Cursor, *, is_live) -> Cursor:
         """At the next block."""

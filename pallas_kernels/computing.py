@@ -34,6 +34,16 @@ class _Task(NamedTuple):
     tile: Any
     query: Any
 
+    def take_turns(self, launch: Launch) -> None:
+        """Waits until the other warpgroup is at its next turn, where both have a tile."""
+        if launch.config.takes_turns:
+
+            @pl.when(self.is_wide)
+            def _():
+                turn = launch.barriers["turn"]
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(turn)
+
     def has(self, cursor: Cursor):
         """Whether a live block is this warpgroup's."""
         return self.is_wide | ((cursor.live & 1) == self.warpgroup)
@@ -116,7 +126,8 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
     def leave(chunk):
         plgpu.barrier_arrive(launch.barrier("steps_free", chunk))
 
-    walk = Walk(smem["steps"], segment.num_steps, page_size, enter, leave)
+    # Where a page lies is the memory warpgroup's business.
+    walk = Walk(smem["steps"], segment.num_steps, page_size, 1, enter, leave)
 
     def is_foreign(cursor: Cursor):
         return walk.is_inside(cursor) & ~(walk.read(cursor).is_live() & task.has(cursor))
@@ -142,15 +153,19 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
         total = state.total * decay + weights.sum(axis=1)
         acc = scale_rows(state.acc, decay)
         _drop_dead_values(launch, task, stage, block)
+        task.take_turns(launch)
         acc = _add_product(launch, task, acc, weights.astype(smem["v"].dtype), stage)
         plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
         cursor = lax.while_loop(is_foreign, pass_by, walk.skip(cursor, is_live=True))
         return cursor, State(acc, top, total)
 
+    # The second warpgroup is one turn, half a block, behind the first.
+    pl.when(task.warpgroup == 1)(lambda: task.take_turns(launch))
     cursor = lax.while_loop(is_foreign, pass_by, walk.begin(cursor))
     cursor, state = lax.while_loop(
         lambda carry: walk.is_inside(carry[0]), run_block, (cursor, state)
     )
+    pl.when(task.warpgroup == 0)(lambda: task.take_turns(launch))
     walk.end(cursor)
     return cursor, state
 
@@ -161,6 +176,7 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
 
     def product(acc):
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        task.take_turns(launch)
         return acc[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((BLOCK_Q, BLOCK_KV), jnp.float32))

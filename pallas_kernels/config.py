@@ -13,6 +13,8 @@ BLOCK_KV = 64
 """Tokens of one step of the kernel: small pages are gathered into it, large ones cut."""
 BLOCK_Q = 64
 """Query rows of one tile: the M of a warpgroup's matrix product."""
+DENSE_ROWS = 8
+"""A block of dense keys starts at a multiple of this: the rows of a tile of shared memory."""
 NUM_CHUNKS = 3
 """Chunks of the step table in shared memory: read, read by the slowest, and loaded."""
 MAX_SHARED_BYTES = 232_448
@@ -32,6 +34,8 @@ class KernelConfig:
         more lets the loads run into the next segment.
       num_compute_warpgroups: 2 give a segment of two tiles one each, and share the blocks of a
         segment of one; 1 walks tile by tile.
+      takes_turns: two compute warpgroups with a tile each take turns: while one multiplies, the
+        other computes its softmax.
       interpretable: a slower body that the Mosaic interpreter can run: the weights pass through
         shared memory, and nothing is said to the next launch.
     """
@@ -39,6 +43,7 @@ class KernelConfig:
     num_stages: int = 4
     num_query_buffers: int = 3
     num_compute_warpgroups: int = 2
+    takes_turns: bool = False
     interpretable: bool = False
 
     def __post_init__(self) -> None:
@@ -67,11 +72,6 @@ class KernelConfig:
                 return config
         raise ValueError(f"`head_dim` must be small enough for shared memory; got {head_dim}.")
 
-    @property
-    def num_arrivals(self) -> int:
-        """Warpgroups that must let go of a buffer before it is filled again."""
-        return self.num_compute_warpgroups
-
     def buffers(self, head_dim: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of the shared-memory buffers.
 
@@ -97,19 +97,22 @@ class KernelConfig:
 
         `*_full`: filled by the memory warpgroup; `*_free`: let go by every compute warpgroup.
         `v_clean`: the first of two has zeroed dead values that both read. `state_*`: the state of
-        one on its way to the other.
+        one on its way to the other. `turn`: see `takes_turns`.
         """
+        wgs = self.num_compute_warpgroups
         barriers = {
             "q_full": (1, self.num_query_buffers),
-            "q_free": (self.num_arrivals, self.num_query_buffers),
+            "q_free": (wgs, self.num_query_buffers),
             "steps_full": (1, NUM_CHUNKS),
-            "steps_free": (self.num_arrivals, NUM_CHUNKS),
+            "steps_free": (wgs, NUM_CHUNKS),
             "kv_full": (2 * pages_per_block, self.num_stages),
-            "kv_free": (self.num_arrivals, self.num_stages),
+            "kv_free": (wgs, self.num_stages),
         }
         if self.num_compute_warpgroups > 1:
             barriers["v_clean"] = (1, self.num_stages)
             barriers["state_full"] = barriers["state_free"] = (1, 1)
+            if self.takes_turns:
+                barriers["turn"] = (2, 1)
         return barriers
 
     def shared_bytes(self, head_dim: int, dtype: Any) -> int:

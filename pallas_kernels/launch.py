@@ -18,8 +18,8 @@ class Inputs(NamedTuple):
     """Global memory that is read."""
 
     q: Any  # [num_kv_heads, rows, head_dim]
-    k: Any  # [pages of all layers, num_kv_heads, page_size, head_dim]
-    v: Any  # [pages of all layers, num_kv_heads, page_size, head_dim]
+    kv: tuple  # (K, V) of each source, [pages of all layers, num_kv_heads, page_size, head_dim]
+    #            or, dense, [rows, num_kv_heads, head_dim]
     workers: Any  # [workers, 16]
     segments: Any  # [segments, 8]
     steps: Any  # [steps, 8]

@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_kernels.blocks import Block, Cursor, Walk
 from pallas_kernels.compat import plgpu
-from pallas_kernels.config import BLOCK_KV, BLOCK_Q
+from pallas_kernels.config import BLOCK_KV, BLOCK_Q, DENSE_ROWS
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
 from pallas_kernels.tables import STEP_CHUNK
 
@@ -50,12 +50,27 @@ def load_segments(launch: Launch) -> None:
         stage = launch.smem[name].at[launch.place("kv", ring)]
         rows = min(page_size, BLOCK_KV)
         for j, page in enumerate(block.pages):
-            source = getattr(inputs, name).at[page + offset, kv_head]
-            if page_size > BLOCK_KV:
-                start = pl.multiple_of(block.part * BLOCK_KV, BLOCK_KV)
-                source = source.at[pl.ds(start, BLOCK_KV)]
             target = stage.at[pl.ds(j * rows, rows)] if len(block.pages) > 1 else stage
-            plgpu.copy_gmem_to_smem(source, target, launch.barrier("kv_full", ring))
+            for s, (k, v) in enumerate(inputs.kv):
+
+                def load(source=k if name == "k" else v, page=page, target=target):
+                    tokens = rows_of(source, page, block.part, kv_head)
+                    plgpu.copy_gmem_to_smem(tokens, target, launch.barrier("kv_full", ring))
+
+                if len(inputs.kv) == 1:
+                    load()
+                else:
+                    pl.when(block.sources[j] == s)(load)
+
+    def rows_of(source, page, part, kv_head):
+        rows = min(page_size, BLOCK_KV)
+        if len(source.shape) == 3:
+            start = pl.multiple_of(page + part * BLOCK_KV, DENSE_ROWS)
+            return source.at[pl.ds(start, rows), kv_head]
+        source = source.at[page + offset, kv_head]
+        if page_size <= BLOCK_KV:
+            return source
+        return source.at[pl.ds(pl.multiple_of(part * BLOCK_KV, BLOCK_KV), BLOCK_KV)]
 
     def run_segment(segment: Segment, step_after, carry):
         cursor, num_queries = carry
@@ -73,7 +88,14 @@ def load_segments(launch: Launch) -> None:
                 load_chunk(cursor.chunk + 1, following)
 
         first_chunk = cursor.chunk + 1
-        walk = Walk(launch.smem["steps"], segment.num_steps, page_size, enter, lambda chunk: None)
+        walk = Walk(
+            launch.smem["steps"],
+            segment.num_steps,
+            page_size,
+            len(inputs.kv),
+            enter,
+            lambda chunk: None,
+        )
 
         load_queries(segment, num_queries)
 

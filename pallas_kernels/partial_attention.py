@@ -28,10 +28,10 @@ NUM_REGISTERS = {1: (240, 40), 2: (232, 40)}
 
 
 def _kernel(*refs, page_size: int, logits_scale: float, config: KernelConfig):
-    *tensors, slot_indptr, out, lse, merged_out, merged_lse, smem, barriers = refs
+    q, kv, *read, slot_indptr, out, lse, merged_out, merged_lse, smem, barriers = refs
     del slot_indptr
     launch = Launch(
-        inputs=Inputs(*tensors),
+        inputs=Inputs(q, kv, *read),
         outputs=Outputs(out, lse, merged_out, merged_lse),
         smem=smem,
         barriers=barriers,
@@ -58,7 +58,7 @@ def _kernel(*refs, page_size: int, logits_scale: float, config: KernelConfig):
 
 def partial_attention(
     q: Float[Array, "num_kv_heads rows head_dim"],
-    pages: tuple[Array, Array],
+    kv: tuple[tuple[Array, Array], ...],
     tables: Tables,
     page_offset: Int32[Array, " 1"],
     *,
@@ -69,7 +69,9 @@ def partial_attention(
 
     Args:
       q: packed queries, unscaled, bfloat16 or float16.
-      pages: K and V, `[pages of all layers, num_kv_heads, page_size, head_dim]`, q's dtype.
+      kv: K and V of each source, q's dtype: paged, `[pages of all layers, num_kv_heads, page_size,
+        head_dim]`, or dense, `[rows, num_kv_heads, head_dim]`. Dense sources alone have pages of 64
+        tokens, which start at multiples of 8 rows; none may pass the end.
       tables: see `Tables`. The slots' bounds are not read here: the merge, which is launched
         early, may read them before this kernel's end only if they exist before its start.
       page_offset: added to every page: layer * pages of a layer.
@@ -81,7 +83,7 @@ def partial_attention(
       tiles marked FINAL, out `[num_kv_heads, rows, head_dim]` and lse `[num_kv_heads, rows]`;
       float32. A tile without keys is (0, -inf). What no segment names is left unwritten.
     """
-    head_dim, page_size = q.shape[2], pages[0].shape[2]
+    head_dim, page_size = q.shape[2], tokens_of_a_page(kv)
     config = KernelConfig.heuristic(head_dim, q.dtype) if config is None else config
     num_slots, f32 = 2 * tables.segments.shape[0], jnp.float32
     kernel = plgpu.kernel(
@@ -100,8 +102,13 @@ def partial_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     *read, slot_indptr = tables
-    results = kernel(q, *pages, *read, page_offset, slot_indptr)
+    results = kernel(q, kv, *read, page_offset, slot_indptr)
     return tuple(results[:2]), tuple(results[2:])
+
+
+def tokens_of_a_page(kv: tuple[tuple[Array, Array], ...]) -> int:
+    """Tokens of a step: of a page where a source is paged, else of a block."""
+    return next((k.shape[2] for k, _ in kv if k.ndim == 4), BLOCK_KV)
 
 
 def _smem(config: KernelConfig, head_dim: int, dtype) -> dict:

@@ -12,9 +12,12 @@ ROW = 8
 
 
 class StepTable(NamedTuple):
-    """Columns of a step: physical page, live columns, packed rows."""
+    """Columns of a step: page, live columns, packed rows, and which source the page lies in.
 
-    PAGE, COL_LO, COL_HI, ROW_LO, ROW_HI = range(5)
+    PAGE is the physical page of a paged source, the first row of a dense one.
+    """
+
+    PAGE, COL_LO, COL_HI, ROW_LO, ROW_HI, SOURCE = range(6)
 
 
 class SegmentTable(NamedTuple):
@@ -56,7 +59,7 @@ class Tables(NamedTuple):
     slot_indptr: Int32[Array, " pairs+1"]
 
     def with_steps(self, *columns: Int32[Array, " steps"]) -> "Tables":
-        """The tables with these columns of the step table."""
+        """The tables with these columns of the step table; those left out are zero."""
         # A chunk may start at any of the rows.
         steps = jnp.pad(pack_table(*columns), ((0, STEP_CHUNK), (0, 0)))
         rows = jnp.arange(STEP_CHUNK, dtype=jnp.int32)[None, :]

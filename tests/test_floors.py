@@ -33,7 +33,7 @@ FLOORS = (
     Floor(2, ("codec_jax.attention*", "codec_jax.kv_cache", "codec_jax.partial")),
     Floor(
         3,
-        ("codec_jax.models",),  # attention is injected
+        ("codec_jax.models", "codec_jax.flax"),  # attention is injected
         (
             "codec_jax.attention*",
             "codec_jax.forest*",
@@ -48,7 +48,7 @@ FLOORS = (
 )
 HOST_ONLY = FLOORS[0].modules
 HOST_ONLY_IMPORTS = {"numpy", "jaxtyping", "codec_jax"}
-IMPORTS_THE_KERNELS = ("codec_jax.attention",)
+IMPORTS_THE_KERNELS = ("codec_jax.attention", "experiments.tune_kernels")
 READS_FILES = (
     "codec_jax.models.gguf_file",
     "codec_jax.models.hf_files",

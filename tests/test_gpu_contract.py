@@ -46,13 +46,13 @@ CASES = (
     case("bfloat16", 128, "32/8", 64, max_tail=150, max_kept=200),
     case("float16", 128, "32/32", 16),
     case("bfloat16", 64, "8/1", 128, max_tail=300, max_kept=300),
-    case("float16", 256, "64/8", 32),
+    case("float16", 256, "64/8", 32, policy="codec"),
     case("bfloat16", 80, "28/4", 64),
     case("bfloat16", 96, "9/3", 16, policy="flash_decoding"),
     case("float16", 192, "71/1", 64),
     case("bfloat16", 128, "9/3", 128, policy="hydragen", max_tail=200),
     case("float16", 64, "28/4", 32, policy="one_task_per_node"),
-    case("bfloat16", 256, "8/1", 16),
+    case("bfloat16", 256, "8/1", 16, policy="auto"),
 )
 
 

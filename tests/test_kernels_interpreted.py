@@ -34,6 +34,10 @@ def two_warpgroups():
     return KernelConfig(num_stages=2, num_query_buffers=3, interpretable=True)
 
 
+def taking_turns():
+    return KernelConfig(num_stages=2, num_query_buffers=3, takes_turns=True, interpretable=True)
+
+
 def interpreted(batch, plan, page_size, config):
     """out and lse of every request."""
     cache = batch.cache()
@@ -44,11 +48,11 @@ def interpreted(batch, plan, page_size, config):
         page_size=page_size,
     )
     rows = pack_rows(jnp.asarray(batch.q), plan).astype(jnp.bfloat16)
-    pages = (cache.pool.k_pages, cache.pool.v_pages)
+    kv = ((cache.pool.k_pages, cache.pool.v_pages),)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         partials, merged = partial_attention(
             rows,
-            pages,
+            kv,
             resolved.tables,
             jnp.zeros(1, jnp.int32),
             logits_scale=batch.q.shape[2] ** -0.5,
@@ -65,6 +69,7 @@ def interpreted(batch, plan, page_size, config):
     [
         (64, 1, two_warpgroups),
         (64, 9, two_warpgroups),
+        (64, 3, taking_turns),
         (16, 3, two_warpgroups),
         (128, 2, one_warpgroup),
     ],

@@ -44,9 +44,30 @@ def test_partial_attention_lowers(dtype, head_dim, page_size):
     pages = shape(100, 8, page_size, head_dim, dtype=dtype)
     text = lower(
         lambda q, k, v, tables, offset: partial_attention(
-            q, (k, v), tables, offset, logits_scale=0.1
+            q, ((k, v),), tables, offset, logits_scale=0.1
         ),
         shape(8, 128, head_dim, dtype=dtype),
+        pages,
+        pages,
+        Tables(shape(132, 16), shape(300, 8), shape(1000, 8), shape(132, 32, 8), shape(17)),
+        shape(1),
+    )
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_turns_lower(head_dim):
+    pages = shape(100, 8, 64, head_dim, dtype=jnp.bfloat16)
+    text = lower(
+        lambda q, k, v, tables, offset: partial_attention(
+            q,
+            ((k, v),),
+            tables,
+            offset,
+            logits_scale=0.1,
+            config=KernelConfig(takes_turns=True),
+        ),
+        shape(8, 128, head_dim, dtype=jnp.bfloat16),
         pages,
         pages,
         Tables(shape(132, 16), shape(300, 8), shape(1000, 8), shape(132, 32, 8), shape(17)),

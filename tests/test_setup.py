@@ -11,6 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FIND_PYTHON = REPOSITORY / ".ci" / "find_python.sh"
+DOORS = REPOSITORY / "constraints-doors.txt"
 CONSTRAINTS = sorted((REPOSITORY / "constraints").glob("*.txt"))
 SYSTEM_TOOLS = ("cat", "grep", "ls", "sh", "sort")
 
@@ -135,6 +136,54 @@ def test_constraints_differ_in_jax_and_flax() -> None:
     assert all(name in ("flax", "jaxlib") or name.startswith("jax") for name in different)
 
 
+def test_the_doors_have_pins_of_their_own() -> None:
+    """No other set-up knows the decoders that others wrote; what is in both is the same."""
+    doors, oldest = (
+        pins_of(path) for path in (DOORS, REPOSITORY / "constraints" / "jax-0.11.2.txt")
+    )
+    foreign = {"google-tunix": "0.1.7", "gemma": "4.0.1", "sentencepiece": "0.2.1"}
+    assert foreign.items() <= doors.items()
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    for path in CONSTRAINTS:
+        assert not foreign.keys() & pins_of(path).keys()
+    assert not any(name in project for name in foreign)
+    assert {name: doors[name] for name in doors.keys() & oldest.keys()}.items() <= oldest.items()
+    assert {"jax", "jaxlib", "flax", "pytest", "hypothesis"} <= doors.keys() & oldest.keys()
+
+
+def test_the_doors_are_a_step_of_ci_and_no_part_of_make_test() -> None:
+    script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
+    assert "\nstep 'Decoders of others' make test-doors\n" in script
+    commands = dry_run("test-doors", "DOORS_VENV=.venv-dry-run").stdout
+    install = " ".join(commands.replace("\\\n", " ").split())
+    assert "--no-deps -r constraints-doors.txt -e ." in install
+    assert ".venv-dry-run/bin/python -m pytest" in commands and "tests/doors" in commands
+    collected = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            "-o",
+            "addopts=",
+            "tests/doors/..",
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert collected.returncode == 0, collected.stdout[-2000:]
+    assert "test_setup.py" in collected.stdout and "doors/" not in collected.stdout
+
+
+def test_a_test_of_the_doors_never_skips() -> None:
+    for path in (REPOSITORY / "tests" / "doors").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "skip" not in text and "ImportError" not in text, path.name
+
+
 def committed_files() -> list[Path]:
     """The files that git has or would take; without git, those that an archive would hold."""
     listing = subprocess.run(
@@ -203,18 +252,23 @@ def test_harmless_texts_pass(text: str) -> None:
     assert not forbidden_in(text)
 
 
-@pytest.mark.parametrize("target", ["demo", "test"])
-def test_makefile_has_the_command(target: str) -> None:
+def dry_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What make would do."""
     # This test may itself run below make, whose flags would reach the inner one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
-    result = subprocess.run(
-        ["make", "-n", target, "VENV=.venv-dry-run"],
+    return subprocess.run(
+        ["make", "-n", *arguments],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_makefile_has_the_command(target: str) -> None:
+    result = dry_run(target, "VENV=.venv-dry-run")
     module = {"demo": "experiments.generate", "test": "pytest"}[target]
     assert result.returncode == 0, result.stderr
     assert f".venv-dry-run/bin/python -m {module}" in result.stdout

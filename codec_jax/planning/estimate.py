@@ -4,13 +4,34 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int64
 
 from codec_jax.planning.plan import Plan
 from codec_jax.planning.prediction import predict
-from codec_jax.planning.profiles import TICKS_PER_US, CostProfile
-from codec_jax.planning.spec import PlanSpec
+from codec_jax.planning.profiles import TICKS_PER_US, WORKER_COSTS, CostProfile
+from codec_jax.planning.spec import TILE_ROWS, PlanSpec
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+class PlanWork(NamedTuple):
+    """What a plan makes a device do, counted.
+
+    Attributes:
+      worker: what each worker does, in the order of `WORKER_COSTS`: segments, steps for one tile,
+        steps for two tiles, tiles of steps whose rows do not fill them, tiles of steps whose page
+        is partly live.
+      unique_pages: different pages, each KV head's by itself.
+      loaded_pages: pages that all segments load.
+      live_rows: query rows over all pages that they are multiplied with.
+      merged_slots: partial results of tiles that have several.
+      merged_tiles: (tile, KV head) pairs that the merge writes, those without a result included.
+    """
+
+    worker: Int64[np.ndarray, "workers costs"]
+    unique_pages: int
+    loaded_pages: int
+    live_rows: int
+    merged_slots: int
+    merged_tiles: int
 
 
 class Estimate(NamedTuple):
@@ -36,33 +57,112 @@ class Estimate(NamedTuple):
         return max(self.work_us, self.memory_us, self.compute_us) + self.fixed_us
 
 
-def estimate(plan: Plan, *, spec: PlanSpec, profile: CostProfile) -> Estimate:
-    """How long a call with this plan takes, all its pages live (host).
+def estimate(
+    plan: Plan, *, spec: PlanSpec, profile: CostProfile, kv_len: np.ndarray | None = None
+) -> Estimate:
+    """How long a call with this plan takes (host).
 
     Args:
       plan: a plan for `spec`.
       spec: KV heads and workers.
       profile: of the device, for these pages.
+      kv_len: live tokens of each node; by default all pages are live from end to end.
 
     Pages that several segments read come from memory again to the extent that all pages together
     exceed the cache.
     """
+    work_us, memory_us, compute_us, fixed_us = parts_us(count_work(plan, kv_len=kv_len), profile)
     prediction = jax.device_get(predict(plan, spec=spec, cost=profile.cost_model()))
-    plan = jax.device_get(plan)
-    page_bytes = 2 * profile.page_size * profile.head_dim * ITEMSIZE[profile.dtype]
-    used = plan.steps.row_hi > plan.steps.row_lo
-    unique = np.unique(plan.steps.page_entry[used]).size * spec.num_kv_heads * page_bytes
-    loaded = int(plan.segments.num_steps.sum(dtype=np.int64)) * page_bytes
-    missed = max(0.0, 1 - profile.cache_bytes / unique) if unique else 0.0
-    rows = int((plan.steps.row_hi - plan.steps.row_lo).sum(dtype=np.int64)) * spec.num_kv_heads
-    memory_us = (unique + missed * max(0, loaded - unique)) / profile.bytes_per_us
-    compute_us = 4 * rows * profile.page_size * profile.head_dim / profile.flops_per_us
-    fixed_us = profile.launch_us + int(plan.counts.slots) * profile.slot_us
     bound_us = int(prediction.lower_bound_ticks) / TICKS_PER_US
-    return Estimate(
-        work_us=int(prediction.makespan_ticks) / TICKS_PER_US,
-        memory_us=memory_us,
-        compute_us=compute_us,
-        fixed_us=fixed_us,
-        lower_bound_us=max(bound_us, memory_us, compute_us) + fixed_us,
+    lower_bound_us = max(bound_us, memory_us, compute_us) + fixed_us
+    return Estimate(work_us, memory_us, compute_us, fixed_us, lower_bound_us)
+
+
+def parts_us(work: PlanWork, profile: CostProfile) -> tuple[float, float, float, float]:
+    """Microseconds of the busiest worker, of memory, of both products, and what is fixed."""
+    costs = np.array([getattr(profile, name) for name in WORKER_COSTS])
+    fixed_us = profile.launch_us + work.merged_slots * profile.slot_us
+    return (
+        float((work.worker @ costs).max()),
+        missed_bytes(work, profile) / profile.bytes_per_us,
+        num_flops(work, profile) / profile.flops_per_us,
+        fixed_us + work.merged_tiles * profile.tile_us,
     )
+
+
+def missed_bytes(work: PlanWork, profile: CostProfile) -> float:
+    """Bytes that come from memory: every page once, and again what does not fit into the cache."""
+    unique, loaded = (n * profile.page_bytes for n in (work.unique_pages, work.loaded_pages))
+    missed = max(0.0, 1 - profile.cache_bytes / unique) if unique else 0.0
+    return unique + missed * max(0, loaded - unique)
+
+
+def num_flops(work: PlanWork, profile: CostProfile) -> int:
+    """Operations of both products."""
+    return 4 * work.live_rows * profile.page_size * profile.head_dim
+
+
+def count_work(plan: Plan, *, kv_len: np.ndarray | None = None) -> PlanWork:
+    """What the plan's arrays make a device do (host).
+
+    Args:
+      plan: the plan.
+      kv_len: live tokens of each node; by default all pages are live from end to end.
+    """
+    plan = jax.tree.map(np.asarray, plan)
+    steps, heads = plan.steps, plan.num_kv_heads
+    used = steps.row_hi > steps.row_lo
+    slots = _slots_of_tiles(plan)
+    rows = (steps.row_hi - steps.row_lo).sum(dtype=np.int64)
+    num_segments = plan.worker_indptr[-1]
+    return PlanWork(
+        worker=_count_workers(plan, kv_len),
+        unique_pages=np.unique(steps.page_entry[used]).size * heads,
+        loaded_pages=int(plan.segments.num_steps[:num_segments].sum(dtype=np.int64)),
+        live_rows=int(rows) * heads,
+        merged_slots=int(slots[slots > 1].sum()),
+        merged_tiles=int((slots != 1).sum()),
+    )
+
+
+def _count_workers(plan: Plan, kv_len: np.ndarray | None) -> Int64[np.ndarray, "workers costs"]:
+    """See `PlanWork.worker`."""
+    segments, indptr, page_size = plan.segments, plan.worker_indptr, plan.page_size
+    num = np.asarray(segments.num_steps[: indptr[-1]], np.int64)
+    tiles, first_row = segments.num_tiles[: num.size], TILE_ROWS * segments.tile[: num.size]
+    # Every step of every segment, one after the other.
+    owner = np.repeat(np.arange(num.size), num)
+    place = np.arange(owner.size) - (np.cumsum(num) - num)[owner]
+    step = segments.step_lo[: num.size][owner] + place
+    end_row = first_row + TILE_ROWS * tiles
+    is_masked = (plan.steps.row_lo[step] > first_row[owner]) | (
+        plan.steps.row_hi[step] < end_row[owner]
+    )
+    if kv_len is None:
+        is_partial = np.zeros(step.size, bool)
+    else:
+        start, length = plan.steps.kv_start[step], np.asarray(kv_len)[plan.steps.node[step]]
+        is_partial = (start < 0) | (length < start + page_size)
+    counts = np.stack(
+        [
+            np.ones(num.size),
+            np.where(tiles == 1, num, 0),
+            np.where(tiles == 2, num, 0),
+            tiles * np.bincount(owner, is_masked, num.size),
+            tiles * np.bincount(owner, is_partial, num.size),
+        ],
+        axis=1,
+    ).astype(np.int64)
+    sums = np.concatenate([np.zeros((1, counts.shape[1]), np.int64), np.cumsum(counts, axis=0)])
+    return sums[indptr[1:]] - sums[indptr[:-1]]
+
+
+def _slots_of_tiles(plan: Plan) -> Int64[np.ndarray, "tiles num_kv_heads"]:
+    """How many partial results each tile has of each KV head."""
+    entries = plan.tile_indptr[-1]
+    tile = np.repeat(np.arange(plan.num_tiles), np.diff(plan.tile_indptr))
+    item = plan.tile_items[:entries]
+    per_pair = np.diff(plan.slot_indptr).reshape(-1, plan.num_kv_heads)[item]
+    slots = np.zeros((plan.num_tiles, plan.num_kv_heads), np.int64)
+    np.add.at(slots, tile, per_pair // np.maximum(plan.items.num_tiles[item], 1)[:, None])
+    return slots

@@ -7,6 +7,7 @@ profile of the device, plans are made with `CostModel.closed_form`.
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,9 @@ FOLDER = Path(__file__).parent / "profiles"
 
 TICKS_PER_US = 64
 """Ticks are integers; a step of 64 tokens takes about one microsecond."""
+WORKER_COSTS = ("segment_us", "step_us", "wide_step_us", "masked_us", "partial_us")
+"""What adds up on each worker; the rest is the work of all workers together."""
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +33,14 @@ class CostProfile:
       step_us: a page for one tile, on one worker.
       wide_step_us: a page for two tiles, on one worker.
       segment_us: what a segment costs besides its steps, on one worker.
-      slot_us: what a partial result of 64 rows costs, all workers together.
+      slot_us: what a partial result of 64 rows costs to merge, all workers together.
       launch_us: what a call costs whatever it does.
       bytes_per_us: pages read that are not in cache.
       flops_per_us: operations of both products.
       cache_bytes: of pages that the last-level cache holds.
+      masked_us: what a page costs more, for each tile, whose rows do not fill the tile.
+      partial_us: the same of a page whose tokens are not all live.
+      tile_us: what a tile of a KV head costs that the merge writes, all workers together.
     """
 
     dtype: str
@@ -48,19 +55,32 @@ class CostProfile:
     bytes_per_us: float
     flops_per_us: float
     cache_bytes: float
+    masked_us: float = 0.0
+    partial_us: float = 0.0
+    tile_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_field(field.name, field.type, getattr(self, field.name))
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of a page, of one KV head."""
+        return 2 * self.page_size * self.head_dim * ITEMSIZE[self.dtype]
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Self:
         """The profile that a row of a profile file holds; what else it holds is left out.
 
         Raises:
-          ValueError: a field is missing.
+          ValueError: a field is missing, or no such value.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
+        fields = dataclasses.fields(cls)
+        names = [field.name for field in fields if field.default is dataclasses.MISSING]
         missing = [name for name in names if name not in row]
         if missing:
             raise ValueError(f"`row` must hold {', '.join(names)}; it lacks {missing[0]!r}.")
-        return cls(**{name: row[name] for name in names})
+        return cls(**{field.name: row[field.name] for field in fields if field.name in row})
 
     def cost_model(self) -> CostModel:
         """The costs in ticks that plans are made with."""
@@ -69,7 +89,8 @@ class CostProfile:
             return max(least, round(us * TICKS_PER_US))
 
         return CostModel(
-            step_ticks=ticks(self.step_us, least=1),
+            # A tile's stream is mostly pages of single requests, whose rows do not fill it.
+            step_ticks=ticks(self.step_us + self.masked_us, least=1),
             wide_step_ticks=ticks(self.wide_step_us, least=1),
             segment_ticks=ticks(self.segment_us, least=1),
             # Merging is the work of all workers together.
@@ -115,3 +136,17 @@ def cost_for(spec: PlanSpec, profile: CostProfile | None) -> CostModel:
 def _profiles_of(device: str) -> tuple[CostProfile, ...]:
     path = FOLDER / f"{device}.json"
     return tuple(load_profiles(path)) if path.is_file() else ()
+
+
+def _check_field(name: str, kind: Any, value: Any) -> None:
+    """Refuses what no measurement can be: a text for a number, zero bandwidth, infinite costs."""
+    if kind is str:
+        if value not in ITEMSIZE:
+            raise ValueError(f"`{name}` must be one of {', '.join(ITEMSIZE)}; got {value!r}.")
+        return
+    is_number = isinstance(value, int if kind is int else int | float)
+    is_number = is_number and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0:
+        raise ValueError(f"`{name}` must be a number of at least 0; got {value!r}.")
+    if value == 0 and (kind is int or name in ("bytes_per_us", "flops_per_us")):
+        raise ValueError(f"`{name}` must be positive; got {value!r}.")

@@ -1,0 +1,208 @@
+"""Cases with the same heads and batch size: one pool, one compiled program, plans of one size."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from codec_jax import ForestArrays, ForestCapacity, Plan, PlanSpec, build_plan
+from codec_jax.planning.build import plan_forest
+from codec_jax.planning.cost import CostModel
+from codec_jax.planning.device import device_slug
+from codec_jax.planning.estimate import estimate
+from codec_jax.planning.policies import policy_named
+from codec_jax.planning.prediction import predict
+from codec_jax.planning.profiles import CostProfile, cost_for, find_profile
+from codec_jax.planning.spec import PlanCapacity
+from codec_jax.planning.spec import Workload as PlanWork
+from experiments.attention_step import (
+    CompiledStep,
+    Inputs,
+    MeasureConfig,
+    arguments_of,
+    compile_attention,
+    describe,
+    implementation_of,
+    make_inputs,
+    make_pool,
+    measure_step,
+    spec_of,
+)
+from experiments.cli import say
+from experiments.provenance import provenance
+from experiments.workloads import AnyWorkload, padded
+
+MAX_STEPS = 2**22
+"""Most page reads of one plan: above, its arrays alone would take over 80 MB for one case."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """What the cases of a bucket share.
+
+    Attributes:
+      workloads: the cases.
+      forests: of each case, all of one size.
+      jobs: (case, policy) names to measure.
+      skipped: steps of the plans that are too large to make, by (case, policy).
+      spec, capacity, cost, profile: what all plans are made for; the measured costs of the device
+        where there are any.
+    """
+
+    workloads: tuple[AnyWorkload, ...]
+    forests: dict[str, ForestArrays]
+    jobs: tuple[tuple[str, str], ...]
+    skipped: dict[tuple[str, str], int]
+    spec: PlanSpec
+    capacity: PlanCapacity
+    cost: CostModel
+    profile: CostProfile | None
+
+    def plan(self, name: str, policy: str) -> Plan:
+        """The plan of a case."""
+        return build_plan(
+            self.forests[name], self.spec, policy=policy, capacity=self.capacity, cost=self.cost
+        )
+
+    def first_of_each_policy(self) -> list[tuple[str, str]]:
+        """One job for each policy."""
+        return list({policy: (name, policy) for name, policy in reversed(self.jobs)}.values())
+
+
+def make_bucket(
+    workloads: Sequence[AnyWorkload], policies: Sequence[str], config: MeasureConfig
+) -> Bucket:
+    """The forests in one size, and room for every plan of theirs that is not too large."""
+    first = workloads[0]
+    spec = spec_of(first, page_size=config.page_size)
+    exact = {case.name: case.forest(page_size=config.page_size) for case in workloads}
+    size = ForestCapacity(
+        nodes=max(forest.parent.size for forest in exact.values()),
+        requests=first.batch_size,
+        page_entries=max(forest.page_list.size for forest in exact.values()),
+    )
+    forests = {name: padded(forest, size) for name, forest in exact.items()}
+    jobs = [(name, policy) for name in forests for policy in policies]
+    steps = {job: _num_steps(forests[job[0]], spec, job[1]) for job in jobs}
+    fitting = tuple(job for job in jobs if steps[job] <= MAX_STEPS)
+    profile = find_profile(
+        device_slug(),
+        dtype=config.dtype,
+        head_dim=_pool_shape(first, config, num_pages=1)[3],
+        page_size=config.page_size,
+    )
+    return Bucket(
+        workloads=tuple(workloads),
+        forests=forests,
+        jobs=fitting,
+        skipped={job: count for job, count in steps.items() if count > MAX_STEPS},
+        spec=spec,
+        capacity=PlanCapacity.largest(
+            PlanCapacity.for_forest(forests[name], spec, policy=policy_named(policy))
+            for name, policy in fitting or jobs[:1]
+        ),
+        cost=cost_for(spec, profile),
+        profile=profile,
+    )
+
+
+def compile_bucket(bucket: Bucket, config: MeasureConfig) -> Any:
+    """The program that runs any plan of the bucket, made from shapes alone; None for no plan."""
+    if not bucket.jobs:
+        return None
+    name, policy = bucket.jobs[0]
+    case, forest = bucket.workloads[0], bucket.forests[name]
+
+    def arguments():
+        plan = plan_forest(
+            forest,
+            np.int32(0),
+            spec=bucket.spec,
+            policy=policy_named(policy),
+            cost=bucket.cost,
+            capacity=bucket.capacity,
+        )
+        pool = make_pool(case, config, num_pages=forest.page_list.size)
+        inputs = make_inputs(case, forest, pool, config=config)
+        implementation = implementation_of(case, config)
+        rows, resolved = arguments_of(inputs.q, inputs.kv, plan, implementation=implementation)
+        return rows, pool, resolved
+
+    return compile_attention(
+        *jax.eval_shape(arguments),
+        logits_scale=case.head_dim**-0.5,
+        implementation=implementation_of(case, config),
+    )
+
+
+def measure_bucket(
+    bucket: Bucket, program: Any, *, config: MeasureConfig
+) -> Iterator[dict[str, Any]]:
+    """A row for each case and policy, a case's policies one after the other.
+
+    First those of plans that are too large, each with the reason in `skipped`.
+    """
+    yield from _left_out(bucket, config)
+    if not bucket.jobs:
+        return
+    num_pages = next(iter(bucket.forests.values())).page_list.size
+    pool = make_pool(bucket.workloads[0], config, num_pages=num_pages)
+    for case in bucket.workloads:
+        inputs = make_inputs(case, bucket.forests[case.name], pool, config=config)
+        for policy in [policy for name, policy in bucket.jobs if name == case.name]:
+            row = _measure(case, policy, inputs, bucket=bucket, program=program, config=config)
+            say(describe(row))
+            yield row
+
+
+def _left_out(bucket: Bucket, config: MeasureConfig) -> Iterator[dict[str, Any]]:
+    for (name, policy), steps in bucket.skipped.items():
+        reason = f"the plan would have {steps} steps, more than {MAX_STEPS}"
+        say(f"{name} {policy} left out: {reason}")
+        yield {"case": name, "policy": policy, "skipped": reason, **provenance(config.commit)}
+
+
+def prediction_of(plan: Plan, bucket: Bucket) -> dict[str, Any]:
+    """What the model says of a plan: ticks, and microseconds where costs were measured."""
+    predicted = predict(plan, spec=bucket.spec, cost=bucket.cost)
+    fields: dict[str, Any] = {
+        "cost": "closed form" if bucket.profile is None else "measured",
+        "predicted_ticks": int(predicted.makespan_ticks),
+        "lower_bound_ticks": int(predicted.lower_bound_ticks),
+        "predicted_us": None,
+        "lower_bound_us": None,
+    }
+    if bucket.profile is not None:
+        in_us = estimate(plan, spec=bucket.spec, profile=bucket.profile)
+        fields |= {"predicted_us": in_us.predicted_us, "lower_bound_us": in_us.lower_bound_us}
+    return fields
+
+
+def _measure(
+    case: AnyWorkload,
+    policy: str,
+    inputs: Inputs,
+    *,
+    bucket: Bucket,
+    program: Any,
+    config: MeasureConfig,
+) -> dict[str, Any]:
+    make_plan = functools.partial(bucket.plan, case.name, policy)
+    plan = make_plan()
+    rows, resolved = arguments_of(inputs.q, inputs.kv, plan, implementation=inputs.implementation)
+    compiled = CompiledStep(inputs, plan, program, (rows, inputs.kv.pool, resolved))
+    row = measure_step(case, policy, compiled, plan=make_plan, config=config)
+    return row | prediction_of(plan, bucket)
+
+
+def _num_steps(forest: ForestArrays, spec: PlanSpec, policy: str) -> int:
+    work = PlanWork.of_forest(forest, spec, policy=policy_named(policy), num_new_tokens=0)
+    return int(work.steps.sum())
+
+
+def _pool_shape(case: AnyWorkload, config: MeasureConfig, *, num_pages: int) -> tuple[int, ...]:
+    pool = jax.eval_shape(lambda: make_pool(case, config, num_pages=num_pages))
+    return pool.k_pages.shape

@@ -1,0 +1,232 @@
+"""The kernels' configurations against each other, and the best of each shape for the library.
+
+    python -m experiments.tune_kernels                  # on an NVIDIA H200, about 2 minutes a shape
+    python -m experiments.tune_kernels --dry_run        # anywhere: the candidates, nothing measured
+
+Every configuration that fits in shared memory is timed on a few forests that different things bound
+(products, memory, launches). The best has the smallest geometric mean of times;
+`pallas_kernels/data/<device>.json` holds it with all times, and the library takes it from there.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from codec_jax import build_plan
+from codec_jax.attention import run_kernels, stored_head_dim
+from codec_jax.planning.device import device_slug
+from experiments.attention_step import (
+    Inputs,
+    MeasureConfig,
+    arguments_of,
+    floor_us_of,
+    make_inputs,
+    make_pool,
+    spec_of,
+)
+from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
+from experiments.json_lines import check_writable
+from experiments.provenance import provenance
+from experiments.timing import time_calls
+from experiments.workloads import Workload, load_workloads
+from pallas_kernels.config import MAX_SHARED_BYTES, KernelConfig
+from pallas_kernels.tuning import FOLDER, Shape
+
+CASES = ("matrix-bound-b256", "codec-vary-batch-64", "codec-vary-depth-6", "deep-binary")
+"""Bound by products, by memory, by both, by launches."""
+_AT_A_TIME = 6
+"""Programs that are compiled together."""
+
+TimeCall = Callable[[Callable[[], Any]], float]
+"""Maps a call to its microseconds."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """What to tune.
+
+    Attributes:
+      dtypes, head_dims, page_sizes: every combination is a shape.
+      cases: names in workloads.json, with their head counts and another head_dim.
+      num_runs: timed calls of each configuration and case.
+      dry_run: say what would be measured, and stop.
+      commit: of the sources, where no repository travels along.
+      output: the file; by default the library's own for this device.
+    """
+
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    head_dims: tuple[int, ...] = (128,)
+    page_sizes: tuple[int, ...] = (64,)
+    cases: tuple[str, ...] = CASES
+    num_runs: int = 20
+    dry_run: bool = False
+    commit: str | None = None
+    output: str | None = None
+
+    def shapes(self) -> list[Shape]:
+        """All combinations, heads as wide as they are stored."""
+        combinations = itertools.product(self.dtypes, self.head_dims, self.page_sizes)
+        return [
+            Shape(dtype, stored_head_dim(head_dim, implementation="mosaic_gpu"), page_size)
+            for dtype, head_dim, page_size in combinations
+        ]
+
+    def path(self) -> Path:
+        """Where the result goes."""
+        return FOLDER / f"{device_slug()}.json" if self.output is None else Path(self.output)
+
+
+def candidates(shape: Shape) -> list[KernelConfig]:
+    """The configurations of two compute warpgroups that fit, the heuristic one first."""
+    heuristic = KernelConfig.heuristic(shape.head_dim, shape.dtype)
+    others = (
+        KernelConfig(num_stages=stages, num_query_buffers=buffers, takes_turns=turns)
+        for stages, buffers, turns in itertools.product((2, 3, 4, 5), (2, 3, 4), (False, True))
+    )
+    fitting = (c for c in others if c.shared_bytes(shape.head_dim, shape.dtype) <= MAX_SHARED_BYTES)
+    return list(dict.fromkeys([heuristic, *fitting]))
+
+
+def best_of(times_us: Mapping[KernelConfig, Sequence[float]]) -> KernelConfig:
+    """The configuration with the smallest geometric mean; the earlier one of equals."""
+    return min(times_us, key=lambda config: math.fsum(map(math.log, times_us[config])))
+
+
+def tune_shape(shape: Shape, config: TuneConfig, *, time_call: TimeCall) -> dict[str, Any]:
+    """The best configuration of a shape, with all times in microseconds.
+
+    Args:
+      shape: what to tune for.
+      config: cases and runs.
+      time_call: see `TimeCall`.
+    """
+    tried, times = candidates(shape), {}
+    workloads = [_workload(name, shape) for name in config.cases]
+    for workload in workloads:
+        compiled = functools.partial(_compile, _inputs(workload, shape), workload)
+        for first in range(0, len(tried), _AT_A_TIME):
+            few = tried[first : first + _AT_A_TIME]
+            with ThreadPoolExecutor(_AT_A_TIME) as pool:
+                calls = list(pool.map(compiled, few))
+            for candidate, call in zip(few, calls, strict=True):
+                times[candidate, workload.name] = time_call(call)
+                say(f"{workload.name:26} {times[candidate, workload.name]:8.1f} us  {candidate}")
+    by_config = {c: [times[c, workload.name] for workload in workloads] for c in tried}
+    best = best_of(by_config)
+    return {
+        "shape": dataclasses.asdict(shape),
+        "config": dataclasses.asdict(best),
+        "cases": list(config.cases),
+        "floors_us": [round(floor_us_of(workload), 2) for workload in workloads],
+        "tried": [
+            {"config": dataclasses.asdict(c), "times_us": [round(us, 2) for us in by_config[c]]}
+            for c in sorted(tried, key=lambda c: math.fsum(map(math.log, by_config[c])))
+        ],
+    }
+
+
+def run(config: TuneConfig, *, time_call: TimeCall | None = None) -> dict[str, Any] | None:
+    """What was written: the best configuration of each shape, and where it comes from."""
+    if config.dry_run:
+        for shape in config.shapes():
+            say(f"{shape}: {len(candidates(shape))} configurations, {len(config.cases)} cases")
+        return None
+    timer = time_call or (lambda call: time_calls(call, num_runs=config.num_runs).median_us)
+    rows = [tune_shape(shape, config, time_call=timer) for shape in config.shapes()]
+    result = {**provenance(config.commit), "configs": rows}
+    path = config.path()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        say(f"{row['shape']}: {row['config']}")
+    return result
+
+
+def _workload(name: str, shape: Shape) -> Workload:
+    return dataclasses.replace(load_workloads()[name], head_dim=shape.head_dim)
+
+
+def _inputs(workload: Workload, shape: Shape) -> Inputs:
+    config = MeasureConfig(
+        dtype=shape.dtype, page_size=shape.page_size, implementation="mosaic_gpu"
+    )
+    forest = workload.forest(page_size=shape.page_size)
+    pool = make_pool(workload, config, num_pages=forest.page_list.size)
+    return make_inputs(workload, forest, pool, config=config)
+
+
+def _compile(inputs: Inputs, workload: Workload, candidate: KernelConfig) -> Callable[[], Any]:
+    plan = build_plan(inputs.forest, spec_of(workload, page_size=inputs.kv.pool.page_size))
+    rows, resolved = arguments_of(inputs.q, inputs.kv, plan, implementation="mosaic_gpu")
+
+    def attention(rows, pool, resolved):
+        scale = inputs.logits_scale
+        return run_kernels(rows, pool, resolved, jnp.int32(0), logits_scale=scale, config=candidate)
+
+    arguments = (rows, inputs.kv.pool, resolved)
+    program = jax.jit(attention).lower(*arguments).compile()
+    return lambda: program(*arguments)
+
+
+def _check(config: TuneConfig) -> None:
+    known: Iterable[str] = load_workloads()
+    unknown = [name for name in config.cases if name not in known]
+    if unknown or not config.cases:
+        raise ValueError(f"`cases` must be names in workloads.json; got {(*unknown, '')[0]!r}.")
+    if config.num_runs < 1:
+        raise ValueError(f"`num_runs` must be positive; got {config.num_runs}.")
+    for shape in config.shapes():
+        candidates(shape)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status of a command line."""
+    values, default = flags.FlagValues(), TuneConfig()
+    flags.DEFINE_list("dtypes", list(default.dtypes), "of keys and values", flag_values=values)
+    for name, text in (("head_dims", "widths of a head"), ("page_sizes", "tokens of a page")):
+        numbers = [str(number) for number in getattr(default, name)]
+        flags.DEFINE_list(name, numbers, text, flag_values=values)
+    flags.DEFINE_list("cases", list(default.cases), "in workloads.json", flag_values=values)
+    flags.DEFINE_integer("num_runs", default.num_runs, "timed calls", flag_values=values)
+    flags.DEFINE_bool("dry_run", False, "measure nothing", flag_values=values)
+    flags.DEFINE_string("commit", None, "of a tree without repository", flag_values=values)
+    flags.DEFINE_string("output", None, "JSON file", flag_values=values)
+
+    def command() -> int:
+        parse_flags(argv, values)
+        names = [field.name for field in dataclasses.fields(default)]
+        settings: dict[str, Any] = {name: values[name].value for name in names}
+        settings |= {name: tuple(settings[name] or ()) for name in ("dtypes", "cases")}
+        with usage_errors():
+            for name in ("head_dims", "page_sizes"):
+                settings[name] = tuple(_whole_number(name, text) for text in settings[name] or ())
+            config = TuneConfig(**settings)
+            _check(config)
+            if config.output is not None:
+                check_writable(config.output)
+        run(config)
+        return OK
+
+    return exit_status(command)
+
+
+def _whole_number(name: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"`{name}` must be positive integers; got {text!r}.")
+    return int(text)
+
+
+if __name__ == "__main__":
+    set_up_process()
+    sys.exit(main(sys.argv))

@@ -68,8 +68,10 @@ def _describe_rate(rate: DecodeRate) -> str:
     else:
         scope = "without the visits that compiled" if rate.num_left_out else ""
     scope = f" ({scope})" if scope else ""
+    speed = rate.num_tokens / rate.seconds
+    shown = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
     return (
-        f"decoding: {rate.num_tokens / rate.seconds:,.0f} tokens/s, all rows together;"
+        f"decoding: {shown} tokens/s, all rows together;"
         f" {1000 * rate.seconds / rate.num_steps:.2f} ms per output token of a row{scope}"
     )
 

@@ -340,6 +340,7 @@ def test_rate_says_when_it_includes_compilation():
     text = describe_timing([visit(9, 4, 1, 1), visit(8, 64, 16, 2)])
     assert "8 tokens/s" in text and "including compilation" in text
     assert "nothing to time" in describe_timing([visit(9, 4, 1)])
+    assert ": 0.25 tokens/s" in describe_timing([visit(9, 4, 1), visit(8, 2, 2)])
 
 
 def test_control_characters_of_a_text_are_written_out():

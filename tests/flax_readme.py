@@ -33,5 +33,5 @@ def diff_block(name: str) -> Diff:
     def side(signs):
         return "\n".join(line for sign, line in lines if sign in signs)
 
-    added, removed = (sum(sign == wanted for sign, _ in lines) for wanted in "+-")
+    added, removed = (sum(sign == wanted and bool(line) for sign, line in lines) for wanted in "+-")
     return Diff(side(" -"), side(" +"), added, removed)

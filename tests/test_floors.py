@@ -33,7 +33,7 @@ FLOORS = (
     Floor(2, ("codec_jax.attention*", "codec_jax.kv_cache", "codec_jax.partial")),
     Floor(
         3,
-        ("codec_jax.models", "codec_jax.flax"),  # attention is injected
+        ("codec_jax.models",),  # attention is injected
         (
             "codec_jax.attention*",
             "codec_jax.forest*",
@@ -42,6 +42,7 @@ FLOORS = (
             "codec_jax.planning",
         ),
     ),
+    Floor(3, ("codec_jax.flax",), ("codec_jax.forest*", "codec_jax.pages")),
     Floor(4, ("codec_jax.decode*", "codec_jax.prefill", "codec_jax.sampling")),
     Floor(5, ("codec_jax.generate*", "codec_jax")),
     Floor(6, ("experiments",)),

@@ -1,5 +1,7 @@
 """This attention inside decoders that others wrote in Flax; see README.md here."""
 
+from codec_jax.attention_layer import StepView as StepView
+from codec_jax.attention_layer import step_attention as step_attention
 from codec_jax.flax.carrier import Carrier as Carrier
 from codec_jax.flax.decoder import ForeignDecoder as ForeignDecoder
 from codec_jax.flax.gemma import GEMMA_HOOK as GEMMA_HOOK

@@ -1,11 +1,10 @@
 """Texts that share prefixes, and what a loop of one's own sees of the pool at each position."""
 
-from typing import NamedTuple
-
 import jax
 import numpy as np
 
 from codec_jax import Forest, export_arrays
+from codec_jax.flax import StepView
 from codec_jax.kv_cache import TokenSlots
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 16, 24, 512
@@ -16,14 +15,6 @@ TEXTS = [
     [*start, *RNG.integers(2, VOCAB, LENGTH - len(start)).tolist()]
     for start in ([*TRUNK, *BRANCH], [*TRUNK, *BRANCH], TRUNK, [])
 ]
-
-
-class View(NamedTuple):
-    """What a step sees of the pool."""
-
-    page_list: jax.Array
-    kv_len: jax.Array
-    slots: TokenSlots
 
 
 def forest_and_places():
@@ -45,4 +36,4 @@ def view_at(position, forest, node):
     page = forest.page_list[forest.page_lo[here] + place // PAGE_SIZE]
     live = np.clip(position + 1 - forest.position, 0, forest.kv_len)
     slots = TokenSlots(page, (place % PAGE_SIZE).astype(np.int32))
-    return jax.device_put(View(forest.page_list, live.astype(np.int32), slots))
+    return jax.device_put(StepView(forest.page_list, live.astype(np.int32), slots))

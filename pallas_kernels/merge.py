@@ -3,8 +3,8 @@
 A thread block owns 8 rows by 64 columns of one KV head. The slots of a tile are one run, and the
 block goes through them in that order, some at a time: their weights from their log-sum-exps first,
 then their outputs, whose loads are in flight together. The same bits every time. What was not
-written is selected away, never multiplied. A tile with a single slot has its final result already,
-and a tile with none gets (0, -inf). The launch overlaps the end of the kernel before it
+written is selected away, never multiplied. A tile with a single slot has its final result already;
+one with none gets a log-sum-exp of -inf, and its output is left as it is. The launch overlaps the end of the kernel before it
 (programmatic dependent launch).
 
 Memory traffic: each slot once, 64 * (head_dim + 1) * 4 bytes; the result once. The time is latency:
@@ -82,7 +82,11 @@ def _kernel(
             acc += jnp.where(weight != 0, weight * out, 0.0)
         return new_top, acc, total
 
-    @pl.when(last - first != 1)
+    @pl.when((first == last) & (part == 0))
+    def _empty():
+        store(merged_lse_gmem.at[kv_head, in_all], full((BLOCK_ROWS,), -jnp.inf, by_row))
+
+    @pl.when(last - first > 1)
     def _merge():
         shape = (BLOCK_ROWS, BLOCK_COLUMNS)
         carry = (
@@ -125,7 +129,10 @@ def merge_partials(
     *,
     interpretable: bool = False,
 ) -> tuple[Float32[Array, "num_kv_heads rows head_dim"], Float32[Array, "num_kv_heads rows"]]:
-    """Output and natural log-sum-exp of every packed row; (0, -inf) for a tile without slots.
+    """Output and natural log-sum-exp of every packed row.
+
+    A tile without slots has -inf, and any output: the tiles of a plan's capacity that no request
+    needs, often half of all, cost no write of their outputs.
 
     Args:
       partials: out and lse of every slot, see `partial_attention`.

@@ -127,7 +127,7 @@ def _share_out(
     def started_before(time):
         return ceil_div(jnp.maximum(time - loads, 0), length)
 
-    def halve(_, bounds):
+    def halve(bounds):
         low, high = bounds
         middle = low + (high - low + 1) // 2
         fits = jnp.sum(started_before(middle), dtype=jnp.int32) <= count
@@ -135,7 +135,7 @@ def _share_out(
 
     low = jnp.min(loads)
     high = jnp.max(loads) + (count // loads.shape[0] + 1) * length
-    time, _ = lax.fori_loop(0, 31, halve, (low, high))
+    time, _ = lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, (low, high))
     counts = started_before(time)
     starts_now = ((loads + counts * length) == time).astype(jnp.int32)
     left = count - jnp.sum(counts, dtype=jnp.int32)

@@ -34,7 +34,7 @@ def lower_bound_ticks(items: Items, *, spec: PlanSpec, cost: CostModel) -> Int32
         total = work + pieces * (spec.num_kv_heads * cost.segment_ticks)
         return ceil_div(total, spec.num_workers) <= makespan
 
-    def halve(_, bounds):
+    def halve(bounds):
         low, high = bounds
         middle = low + (high - low) // 2
         is_enough = fits(middle)
@@ -42,7 +42,8 @@ def lower_bound_ticks(items: Items, *, spec: PlanSpec, cost: CostModel) -> Int32
 
     # With the longest pair in one piece, a piece for each pair is enough: that is the upper end.
     longest = jnp.max(jnp.where(live, cost.segment_ticks + items.num_steps * step, 0))
-    bound, _ = lax.fori_loop(0, 31, halve, (least, jnp.maximum(least, longest)))
+    start = (least, jnp.maximum(least, longest))
+    bound, _ = lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, start)
     return jnp.where(jnp.any(live), bound, 0)
 
 

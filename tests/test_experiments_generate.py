@@ -154,7 +154,7 @@ REFUSED = {
     "an unknown flag": ("--polcy=balanced", "polcy"),
     "an argument": ("story", "'story'"),
     "an unknown policy": ("--policy=best", "--policy=best"),
-    "an unknown model": ("--model=big", "`name` must be a folder with config.json, a .gguf file"),
+    "an unknown model": ("--model=big", "`--model` must be a folder with config.json, a .gguf"),
     "a model without a chat template": ("--chat", "stories260k has none"),
     "a folder that holds no model": ("--model=.", "`.` must hold config.json"),
     "an unknown dtype": ("--dtype=int4", "--dtype=int4"),

@@ -92,14 +92,9 @@ def attend(
       ValueError: shapes that do not fit each other, or an unknown implementation.
       NotImplementedError: the implementation cannot do this case, with its reason.
     """
-    _check_kinds(q, kv, layer)
-    chosen, _ = choose_implementation(
-        kv.pool.page_shape,
-        kv.pool.k_pages.dtype,
-        plan.packed_row.shape[1],
-        implementation=implementation,
-    )
-    _check_shapes(q, kv, plan, implementation=chosen)
+    if not isinstance(layer, int | np.integer) or not 0 <= layer < kv.pool.num_layers:
+        raise ValueError(f"`layer` must be an integer in [0, {kv.pool.num_layers}); got {layer}.")
+    chosen = check_call(q, kv, plan, implementation=implementation)
     scale = float(q.shape[-1] ** -0.5 if logits_scale is None else logits_scale)
     return _attend(q, kv, plan, jnp.int32(layer), logits_scale=scale, implementation=chosen)
 
@@ -339,14 +334,25 @@ def default_num_workers() -> int:
     return getattr(jax.devices()[0], "core_count", 8) if jax.default_backend() == "gpu" else 8
 
 
-def _check_kinds(q, kv: KVCache, layer: int) -> None:
+def check_call(q, kv: KVCache, plan: Plan, *, implementation: str | None) -> str:
+    """The implementation that will run, once everything fits each other; see `attend`."""
+    _check_kinds(q, kv)
+    chosen, _ = choose_implementation(
+        kv.pool.page_shape,
+        kv.pool.k_pages.dtype,
+        plan.packed_row.shape[1],
+        implementation=implementation,
+    )
+    _check_shapes(q, kv, plan, implementation=chosen)
+    return chosen
+
+
+def _check_kinds(q, kv: KVCache) -> None:
     if q.ndim != 3:
         raise ValueError(f"`q` must be [batch, num_q_heads, head_dim]; got shape {q.shape}.")
     for name, array in (("q", q), ("kv.pool", kv.pool.k_pages), ("kv.pool", kv.pool.v_pages)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"`{name}` must hold floating-point numbers; got {array.dtype}.")
-    if not isinstance(layer, int | np.integer) or not 0 <= layer < kv.pool.num_layers:
-        raise ValueError(f"`layer` must be an integer in [0, {kv.pool.num_layers}); got {layer}.")
 
 
 def _check_shapes(q, kv: KVCache, plan: Plan, *, implementation: str) -> None:
@@ -362,16 +368,21 @@ def _check_shapes(q, kv: KVCache, plan: Plan, *, implementation: str) -> None:
             f"`plan` must be made for the pool's {num_kv_heads} KV heads and page_size {page_size};"
             f" it is for {plan.num_kv_heads} and {plan.page_size}."
         )
-    sizes = (kv.page_list.shape, kv.kv_len.shape)
-    if sizes != ((plan.num_page_entries,), (plan.num_nodes,)):
-        raise ValueError(
-            f"`kv` must hold the {plan.num_page_entries} page entries and {plan.num_nodes} nodes of"
-            f" the plan's forest; got page_list {sizes[0]} and kv_len {sizes[1]}."
-        )
+    check_view(kv.page_list, kv.kv_len, plan)
     stored = stored_head_dim(q.shape[2], implementation=implementation)
     expected = (batch, num_kv_heads * group, q.shape[2] if stored == head_dim else head_dim)
     if q.shape != expected:
         raise ValueError(
             f"`q` must have shape {expected} for a plan of {batch} requests and groups of {group}"
             f" over this pool; got {q.shape}."
+        )
+
+
+def check_view(page_list, kv_len, plan: Plan) -> None:
+    """Raises ValueError where a batch's view of the pool is not of the plan's forest."""
+    sizes = (page_list.shape, kv_len.shape)
+    if sizes != ((plan.num_page_entries,), (plan.num_nodes,)):
+        raise ValueError(
+            f"`kv` must hold the {plan.num_page_entries} page entries and {plan.num_nodes} nodes of"
+            f" the plan's forest; got page_list {sizes[0]} and kv_len {sizes[1]}."
         )

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Int32
 
 from codec_jax.attention import (
     ResolvedPlan,
     attend_resolved,
-    choose_implementation,
+    check_call,
+    check_view,
     prepare_plan,
     resolve_plan,
 )
-from codec_jax.kv_cache import KVPool, TokenSlots, append
+from codec_jax.kv_cache import KVCache, KVPool, TokenSlots, append
 from codec_jax.planning.plan import Plan
 
 
@@ -20,8 +22,9 @@ class StepView(NamedTuple):
     """What one step sees of the pool, all layers alike.
 
     Attributes:
-      page_list, kv_len: as in `KVCache`; the lengths count the step's own tokens.
-      slots: where the step's keys and values go.
+      page_list, kv_len: as in `KVCache`, of the plan's forest; the lengths count the step's own
+        tokens.
+      slots: where each token's keys and values go, tokens in the order of the requests.
     """
 
     page_list: Int32[Array, " page_entries"]
@@ -39,23 +42,29 @@ def step_attention(
       view: live lengths, pages and slots of this step.
       implementation: "mosaic_gpu", "xla" or "reference"; by default what supports the pool.
 
-    In a loop over steps, `prepare_plan` once outside of it saves what does not change.
+    Raises:
+      ValueError: `view` is no `StepView`; in a layer, its queries, the pool or the view do not fit
+        the plan.
+      NotImplementedError: in a layer, the implementation cannot do this.
     """
+    if not isinstance(view, StepView):
+        raise ValueError(f"`view` must be a StepView; got {type(view).__name__}.")
+    # Before any layer: one that is traced by itself must not make what others use.
+    may_be_kernels = jax.default_backend() == "gpu" and implementation in (None, "mosaic_gpu")
+    prepared = prepare_plan(plan, implementation="mosaic_gpu" if may_be_kernels else "xla")
+    check_view(view.page_list, view.kv_len, plan)
+    resolved = resolve_plan(prepared, view.page_list, view.kv_len, page_size=plan.page_size)
 
     def attention(layer, q, k, v, pool: KVPool):
-        chosen, _ = choose_implementation(
-            pool.page_shape,
-            pool.k_pages.dtype,
-            plan.packed_row.shape[1],
-            implementation=implementation,
-        )
-        if chosen not in made:
-            prepared = prepare_plan(plan, implementation=chosen)
-            resolved = resolve_plan(prepared, view.page_list, view.kv_len, page_size=plan.page_size)
-            made[chosen] = layer_attention(resolved, view.slots, implementation=chosen)
-        return made[chosen](layer, q, k, v, pool)
+        cache = KVCache(pool, view.page_list, view.kv_len)
+        chosen = check_call(q, cache, plan, implementation=implementation)
+        if view.slots.page.shape != q.shape[:1]:
+            raise ValueError(
+                f"`view.slots` must hold a slot for each of {q.shape[0]} tokens; got"
+                f" {view.slots.page.shape}."
+            )
+        return layer_attention(resolved, view.slots, implementation=chosen)(layer, q, k, v, pool)
 
-    made: dict[str, Callable[..., tuple]] = {}
     return attention
 
 

@@ -77,6 +77,15 @@ class Carrier:
         return self.pool
 
 
+def check_layers(pool: Any, *, num_layers: int) -> None:
+    """Raises ValueError where a pool is not for that many layers: some would keep their own."""
+    held = getattr(pool, "num_layers", num_layers)
+    if held != num_layers:
+        raise ValueError(
+            f"`pool` must have a layer for each layer that shares it, {num_layers}; it has {held}."
+        )
+
+
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
     *batch, num_q_heads, head_dim = q.shape
     *kv_batch, num_kv_heads, kv_head_dim = k.shape

@@ -3,6 +3,7 @@
 import abc
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
@@ -67,3 +68,29 @@ class ForeignDecoder(nnx.Module, abc.ABC):
     def logits(self, hidden: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens vocab"]:
         """Scores of the next token, in float32, for hidden states that `__call__` returned."""
         return self.head(hidden[:, None])[:, 0].astype(jnp.float32)
+
+    def check_sizes(self) -> None:
+        """Traces one token; raises ValueError where a size or the dtype is not that of `config`."""
+        config = self.config
+
+        def own_values(layer, q, k, v, cache):
+            """The attention of a token that sees itself only."""
+            found = (q.shape[1], k.shape[1], q.shape[2])
+            expected = (config.num_q_heads, config.num_kv_heads, config.head_dim)
+            if found != expected:
+                raise ValueError(
+                    f"`config` must have the model's num_q_heads, num_kv_heads and head_dim,"
+                    f" {found}; it has {expected}."
+                )
+            return jnp.repeat(v, q.shape[1] // v.shape[1], axis=1), cache
+
+        def one_token(token_ids):
+            hidden, _ = self(token_ids, token_ids, None, own_values)
+            return self.logits(hidden)
+
+        logits = jax.eval_shape(one_token, jax.ShapeDtypeStruct((1,), jnp.int32))
+        if logits.shape != (1, config.vocab_size):
+            raise ValueError(
+                f"`head` must return a score for each of {config.vocab_size} tokens, by"
+                f" `config`; got {logits.shape[1:]}."
+            )

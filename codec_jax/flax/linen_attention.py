@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen as nn
 from flax.core.tracers import current_trace
 
-from codec_jax.flax.carrier import Carrier
+from codec_jax.flax.carrier import Carrier, check_layers
 from codec_jax.models import AttentionFn
 
 
@@ -48,9 +48,11 @@ def linen_attending(
     of a module in it is traced anew: flax would take a trace from its cache that knows no hook.
 
     Raises:
+      ValueError: the pool is for another number of layers.
       RuntimeError: afterwards, where the hook did not run once for each layer; inside, where a
         transformation of the model (scan, remat, ...) traces a layer by itself.
     """
+    check_layers(pool, num_layers=num_layers)
     carrier = Carrier(attention, pool, num_layers=num_layers)
     with linen_carried(carrier, hook):
         yield carrier

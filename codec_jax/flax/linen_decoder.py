@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
@@ -48,7 +47,7 @@ class LinenDecoder(ForeignDecoder):
         self.variables = nnx.data(jax.tree.map(nnx.Param, variables))
         self.config = config
         self._hook, self._run, self._head = hook, run, head
-        self._check()
+        self.check_sizes()
 
     def run(self, token_ids: Any, positions: Any, carrier: Carrier) -> Any:
         """Hidden states after the final norm."""
@@ -62,20 +61,3 @@ class LinenDecoder(ForeignDecoder):
     def arrays(self) -> Any:
         """The model's variables."""
         return nnx.as_pure(self.variables)
-
-    def _check(self) -> None:
-        def one_token(token_ids):
-            hidden, _ = self(token_ids, token_ids, None, _own_values)
-            return self.logits(hidden)
-
-        logits = jax.eval_shape(one_token, jax.ShapeDtypeStruct((1,), jnp.int32))
-        if logits.shape != (1, self.config.vocab_size):
-            raise ValueError(
-                f"`head` must return a score for each of {self.config.vocab_size} tokens, by"
-                f" `config`; got {logits.shape[1:]}."
-            )
-
-
-def _own_values(layer: Any, q: Any, k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
-    """The attention of a token that sees itself only."""
-    return jnp.repeat(v, q.shape[1] // v.shape[1], axis=1), cache

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from codec_jax.flax.carrier import Carrier
+from codec_jax.flax.carrier import Carrier, check_layers
 from codec_jax.flax.tunix import tunix_forward
 from codec_jax.models import AttentionFn
 
@@ -33,7 +33,8 @@ class Shared(nnx.Module):
         for the modules of `tunix.FORWARDS` when None.
 
     Raises:
-      ValueError: no `forward` is known for such a module, or `attn` is shared already.
+      ValueError: no `forward` is known for such a module, `attn` is shared already, or `pool` is no
+        `SharedPool`.
     """
 
     def __init__(
@@ -46,6 +47,10 @@ class Shared(nnx.Module):
     ):
         if isinstance(attn, Shared):
             raise ValueError("`attn` must be the model's own module; got one that is shared.")
+        if not isinstance(pool, SharedPool):
+            raise ValueError(
+                f"`pool` must be a SharedPool, one for all layers; got {type(pool).__name__}."
+            )
         self.attn = attn
         self.pool = pool
         self.layer = layer
@@ -70,11 +75,15 @@ def attending(model: nnx.Module, attention: AttentionFn) -> Iterator[None]:
     It belongs into the traced function, around a call of the model that was merged there.
 
     Raises:
-      ValueError: the model has no shared layer, or they have several pools.
+      ValueError: the model has no shared layer, they have several pools, or they are not as many as
+        the layers of their pool.
       RuntimeError: afterwards, where the shared layers did not run once each, in order.
     """
-    shared_pool(model)
-    carrier = Carrier(attention, num_layers=len(shared_layers(model)))
+    pool, count = shared_pool(model).get_value(), len(shared_layers(model))
+    if pool is None:
+        raise ValueError("`SharedPool` must hold a pool in a loop of one's own; got None.")
+    check_layers(pool, num_layers=count)
+    carrier = Carrier(attention, num_layers=count)
     with carried(model, carrier):
         yield
     carrier.finish()

@@ -31,8 +31,13 @@ class NNXDecoder(ForeignDecoder):
         [tokens, 1, hidden]; it may change `model`, which is a copy.
       head: `head(model, hidden)` gives the scores of the next token, [tokens, 1, vocab].
 
+    Nothing runs on the device, but the model is traced once, so that what cannot work is refused
+    here.
+
     Raises:
-      ValueError: the model has no shared layer, several pools, or one that is not empty.
+      RuntimeError: the shared layers did not run once each, in order.
+      ValueError: the model has no shared layer, several pools, or one that is not empty; its sizes
+        or its dtype are not those of `config`.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class NNXDecoder(ForeignDecoder):
         self.variables = nnx.data(variables)
         self._structure = _Structure(graphdef)
         self._run, self._head = run, head
+        self.check_sizes()
 
     def run(self, token_ids: Any, positions: Any, carrier: Carrier) -> Any:
         """Hidden states after the final norm."""

@@ -1,10 +1,12 @@
 """The NNX door around a model of nobody's: its own answers, and the refusals."""
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from flax_readme import blocks
 from generate_cases import ToyTokenizer
 from nnx_model import CONFIG, Model
@@ -29,10 +31,10 @@ def shared_model(model, pool):
     return names["forward"]
 
 
-def as_decoder(model):
+def as_decoder(model, config=CONFIG):
     return NNXDecoder(
         model,
-        CONFIG,
+        config,
         run=lambda model, token_ids, positions: model.hidden(token_ids),
         head=lambda model, hidden: model.scores(hidden),
     )
@@ -129,10 +131,48 @@ def test_hidden_states_that_are_not_the_configs_are_refused(dtype, width):
     def run(model, token_ids, positions):
         return model.hidden(token_ids)[..., :width].astype(dtype)
 
-    decoder = NNXDecoder(model, CONFIG, run=run, head=lambda model, hidden: hidden)
-    ids = np.zeros(3, np.int32)
-    with pytest.raises(ValueError, match=r"`run` must return float32 of shape \(3, 24\)"):
-        decoder(ids, ids, 0, _echo)
+    with pytest.raises(ValueError, match=r"`run` must return float32 of shape \(1, 24\)"):
+        NNXDecoder(model, CONFIG, run=run, head=lambda model, hidden: hidden)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"vocab_size": 20}, "a score for each of 20 tokens"),
+        ({"num_kv_heads": CONFIG.num_q_heads}, "num_q_heads, num_kv_heads and head_dim"),
+    ],
+)
+def test_a_config_of_other_sizes_is_refused_before_any_work(change, reason):
+    model = Model()
+    shared_model(model, SharedPool(None))
+    with pytest.raises(ValueError, match=reason):
+        as_decoder(model, config=dataclasses.replace(CONFIG, **change))
+
+
+class Held:
+    """A pool of which only the number of layers counts."""
+
+    def __init__(self, num_layers):
+        self.num_layers = num_layers
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_pool_for_other_layers_is_refused(num_layers):
+    model = Model()
+    shared_model(model, SharedPool(Held(num_layers)))
+    wrong = pytest.raises(ValueError, match=rf"for each layer .*, 2; it has {num_layers}\.")
+    with wrong, attending(model, _echo):
+        pytest.fail("ran")
+
+
+def test_an_empty_pool_and_another_variable_are_refused():
+    model = Model()
+    shared_model(model, SharedPool(None))
+    wrong = pytest.raises(ValueError, match="`SharedPool` must hold a pool")
+    with wrong, attending(model, _echo):
+        pytest.fail("ran")
+    with pytest.raises(ValueError, match=r"`pool` must be a SharedPool, .*; got Param"):
+        Shared(Model().layers[0].attn, nnx.Param(np.zeros(3)), layer=0, forward=lambda *_: None)
 
 
 def test_the_decoder_holds_the_models_variables():

@@ -11,17 +11,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from experiments.ablation_summary import BASELINE, mean_speed_ups, speed_ups
-from experiments.cli import OK, UsageError, exit_status, parse_flags, set_up_process, usage_errors
-from experiments.json_lines import check_writable, read_json_lines
-from experiments.plot_roofline import ROWS_HASH, caption
-from experiments.roofline_rows import check_rows, distinct, rows_hash
+from experiments.cli import set_up_process
+from experiments.plot_roofline import caption, run_plot
+from experiments.roofline_rows import check_rows, distinct
 
 STYLES = {
     "hydragen": ("#E69F00", "s"),
@@ -121,25 +119,7 @@ def _add_legend(
 
 def main(argv: Sequence[str]) -> int:
     """The exit status of a command line."""
-    values = flags.FlagValues()
-    flags.DEFINE_string("input", None, "rows of planner_ablation", flag_values=values)
-    flags.DEFINE_string("output", None, "PNG file", flag_values=values)
-
-    def command() -> int:
-        parse_flags(argv, values)
-        paths = {name: values[name].value for name in ("input", "output")}
-        for name, path in paths.items():
-            if not path:
-                raise UsageError(f"`{name}` must be given: --{name}=FILE.")
-        with usage_errors():
-            check_writable(str(paths["output"]))
-            rows = read_json_lines(str(paths["input"]))
-            figure = draw_ablation(rows)
-        metadata = {ROWS_HASH: rows_hash(rows), "Software": None}
-        figure.savefig(str(paths["output"]), format="png", metadata=metadata)
-        return OK
-
-    return exit_status(command)
+    return run_plot(argv, draw_ablation, rows_of="planner_ablation")
 
 
 if __name__ == "__main__":

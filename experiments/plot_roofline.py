@@ -7,7 +7,7 @@ other rows. Needs matplotlib, which is in the extras `viz` and `dev`.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
@@ -119,8 +119,15 @@ def caption(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """The exit status of a command line."""
+    return run_plot(argv, draw_roofline, rows_of="kernel_roofline")
+
+
+def run_plot(
+    argv: Sequence[str], draw: Callable[[list[dict[str, Any]]], Figure], *, rows_of: str
+) -> int:
+    """The exit status of a command line that draws rows of `rows_of` from --input to --output."""
     values = flags.FlagValues()
-    flags.DEFINE_string("input", None, "rows of kernel_roofline", flag_values=values)
+    flags.DEFINE_string("input", None, f"rows of {rows_of}", flag_values=values)
     flags.DEFINE_string("output", None, "PNG file", flag_values=values)
 
     def command() -> int:
@@ -132,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         with usage_errors():
             check_writable(str(paths["output"]))
             rows = read_json_lines(str(paths["input"]))
-            figure = draw_roofline(rows)
+            figure = draw(rows)
         metadata = {ROWS_HASH: rows_hash(rows), "Software": None}
         figure.savefig(str(paths["output"]), format="png", metadata=metadata)
         return OK

@@ -1,10 +1,12 @@
 """The attention that a decoder is given: write the new keys and values, then attend by the plan."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from codec_jax.attention import (
     ResolvedPlan,
@@ -76,13 +78,14 @@ def layer_attention(
     Args:
       resolved: the plan for this step, all layers alike.
       slots: where the step's keys and values go.
-      implementation: chosen before.
+      implementation: chosen before; "mosaic_gpu" writes them in one launch too.
 
     Scores are scaled by head_dim**-0.5, by q's width: the pool's heads may be padded.
     """
+    write = append_in_one_launch if implementation == "mosaic_gpu" else append
 
     def attention(layer, q, k, v, pool: KVPool):
-        pool = append(pool, layer, slots, k, v)
+        pool = write(pool, layer, slots, k, v)
         partial = attend_resolved(
             q,
             pool,
@@ -94,3 +97,29 @@ def layer_attention(
         return partial.out, pool
 
     return attention
+
+
+def append_in_one_launch(
+    pool: KVPool,
+    layer: Int32[Array, ""],
+    slots: TokenSlots,
+    k: Float[Array, "tokens num_kv_heads head_dim"],
+    v: Float[Array, "tokens num_kv_heads head_dim"],
+) -> KVPool:
+    """`append` by a kernel: for pools that the kernels support, see `choose_implementation`.
+
+    No two tokens that are written may have the same page and row. The pool must go whole from layer
+    to layer, never as a slice of a larger array: see `pallas_kernels.append.append_rows`.
+    """
+    # Loaded here: without a GPU nobody needs Pallas.
+    from pallas_kernels.append import append_rows
+
+    k_pages, v_pages = append_rows(
+        (pool.k_pages, pool.v_pages),
+        (k.astype(pool.k_pages.dtype), v.astype(pool.v_pages.dtype)),
+        slots.page,
+        slots.row,
+        jnp.reshape(layer * pool.num_pages, (1,)),
+        num_pages=pool.num_pages,
+    )
+    return dataclasses.replace(pool, k_pages=k_pages, v_pages=v_pages)

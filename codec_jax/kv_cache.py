@@ -172,7 +172,10 @@ def append(
     k: Float[Array, "tokens num_kv_heads head_dim"],
     v: Float[Array, "tokens num_kv_heads head_dim"],
 ) -> KVPool:
-    """The pool with the tokens' keys and values written (in place when the pool is donated)."""
+    """The pool with the tokens' keys and values written (in place when the pool is donated).
+
+    No two tokens that are written may have the same page and row.
+    """
     inside = (slots.page >= 0) & (slots.page < pool.num_pages)
     page = jnp.where(inside, slots.page + layer * pool.num_pages, pool.k_pages.shape[0])
 

@@ -1,8 +1,8 @@
 """Pallas GPU kernels (Mosaic GPU, Hopper) for attention over a plan's arrays.
 
 Knows nothing of codec_jax: takes arrays, never a plan. `supports` is asked before anything is built
-and says why a case is refused. The kernels themselves are in `partial_attention` and `merge`, which
-load Pallas; a machine without a GPU never does.
+and says why a case is refused. The kernels themselves are in `append`, `partial_attention` and
+`merge`, which load Pallas; a machine without a GPU never does.
 """
 
 from pallas_kernels.config import KernelConfig as KernelConfig

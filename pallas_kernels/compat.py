@@ -18,6 +18,34 @@ def rows_of_8_layout() -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def rows_layout(rows: int, columns: int) -> Any:
+    """A register layout of [rows, columns * n]: lane after lane along a row, row after row.
+
+    A lane's piece is contiguous, rows * columns / 128 numbers, in each of the n tiles. Two threads
+    hold the same number where a tile is only 64.
+
+    Args:
+      rows, columns: powers of two, rows * columns from 64 to 1024.
+    """
+    vector = max(1, rows * columns // 128)
+    height = max(1, rows // 4)
+    width = 32 * vector // height
+    copies = 128 * vector // (rows * columns)
+    layout = fragmented_array.TiledLayout(
+        fragmented_array.Tiling(((rows, columns), (height, width), (vector,))),
+        warp_dims=(*[fragmented_array.Replicated(copies)] * (copies > 1), -5, -4),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()  # it has no dimensions of size 1
+    return plgpu.Layout.TILED(
+        layout.tiling,
+        warp_dims=layout.warp_dims,
+        lane_dims=layout.lane_dims,
+        vector_dim=layout.vector_dim,
+    )
+
+
 def store(ref: Any, values: Any) -> None:
     """Writes registers to global memory, in pieces of less than a memory sector if need be.
 

@@ -48,10 +48,10 @@ CASES = (
 )
 
 
-def filled_pool(case):
+def filled_pool(case, num_pages=NUM_PAGES):
     """Random keys and values; NaN and -0.0 too, to be left as they are."""
     rng = np.random.default_rng(1)
-    sizes = (NUM_LAYERS * NUM_PAGES, case.num_kv_heads, case.page_size, case.stored)
+    sizes = (NUM_LAYERS * num_pages, case.num_kv_heads, case.page_size, case.stored)
     k, v = rng.standard_normal((2, *sizes), np.float32)
     k[..., 0], v[..., 1] = np.nan, -0.0
     return KVPool(jnp.asarray(k, case.dtype), jnp.asarray(v, case.dtype), NUM_LAYERS)

@@ -44,6 +44,9 @@ def step_attention(
       view: live lengths, pages and slots of this step.
       implementation: "mosaic_gpu", "xla" or "reference"; by default what supports the pool.
 
+    The pool must go whole from layer to layer (the carry of a scan, not its xs and ys), and no two
+    tokens may share a slot.
+
     Raises:
       ValueError: `view` is no `StepView`; in a layer, its queries, the pool or the view do not fit
         the plan.

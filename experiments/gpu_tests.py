@@ -50,6 +50,7 @@ def run(*, commit: str | None = None, select: str = "", num_processes: int = 0) 
     files = sorted(map(str, (_REPOSITORY / "tests").glob("test_gpu*.py")))
     # The GPU's machine may have an older pytest, and packages that warn.
     leniently = ["-o", "minversion=1.0", "-W", "ignore::DeprecationWarning"]
+    leniently += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     leniently += ["-p", "no:benchmark"]  # it warns where there are several processes
     arguments = ["-m", "gpu", "-q", "--durations=8", "-p", "no:cacheprovider", *leniently]
     arguments += ["-k", select] if select else []

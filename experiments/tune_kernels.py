@@ -91,8 +91,8 @@ def candidates(shape: Shape) -> list[KernelConfig]:
     """The configurations of two compute warpgroups that fit, the heuristic one first."""
     heuristic = KernelConfig.heuristic(shape.head_dim, shape.dtype)
     others = (
-        KernelConfig(num_stages=stages, num_query_buffers=buffers, takes_turns=turns)
-        for stages, buffers, turns in itertools.product((2, 3, 4, 5), (2, 3, 4), (False, True))
+        KernelConfig(num_stages=stages, num_query_buffers=buffers, queries_in_registers=registers)
+        for stages, buffers, registers in itertools.product((2, 3, 4, 5), (2, 3, 4), (False, True))
     )
     fitting = (c for c in others if c.shared_bytes(shape.head_dim, shape.dtype) <= MAX_SHARED_BYTES)
     return list(dict.fromkeys([heuristic, *fitting]))

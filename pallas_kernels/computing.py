@@ -1,9 +1,10 @@
 """The compute warpgroups: attention of 64 query rows over a segment's blocks.
 
-S = Q K^T from shared memory, weights from registers, O += P V. With two of them, a segment of two
-tiles gives each its tile, and both read every block; a segment of one tile gives each every other
-block, and the one that is done first hands its state to the other. Every warpgroup waits for every
-arrival and lets go of every buffer; what is outside its share it only passes by.
+S = Q K^T, queries and weights from registers, keys and values from shared memory, O += P V. With
+two of them, a segment of two tiles gives each its tile, and both read every block; a segment of one
+tile gives each every other block, and the one that is done first hands its state to the other.
+Every warpgroup waits for every arrival and lets go of every buffer; what is outside its share it
+only passes by.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from pallas_kernels.blocks import Block, Cursor, Walk, any_of
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_KV, BLOCK_Q
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
-from pallas_kernels.softmax import LN_2, MASKED, State, scale_rows
+from pallas_kernels.softmax import Scale, State
 
 
 class _Task(NamedTuple):
@@ -26,23 +27,13 @@ class _Task(NamedTuple):
       warpgroup: 0 or 1.
       is_wide: the segment has two tiles, one for each warpgroup.
       tile: this warpgroup's tile of the whole line.
-      query: the number of its filling of the query ring.
+      queries: of the tile, in shared memory or in registers.
     """
 
     warpgroup: Any
     is_wide: Any
     tile: Any
-    query: Any
-
-    def take_turns(self, launch: Launch) -> None:
-        """Waits until the other warpgroup is at its next turn, where both have a tile."""
-        if launch.config.takes_turns:
-
-            @pl.when(self.is_wide)
-            def _():
-                turn = launch.barriers["turn"]
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(turn)
+    queries: Any
 
     def has(self, cursor: Cursor):
         """Whether a live block is this warpgroup's."""
@@ -60,10 +51,16 @@ def compute_segments(launch: Launch, warpgroup) -> None:
         cursor, num_queries, num_handed = carry
         is_wide = segment.num_tiles > 1 if is_pair else jnp.bool_(True)
         mine = jnp.where(is_wide, warpgroup, 0) if is_pair else jnp.int32(0)
-        task = _Task(warpgroup, is_wide, segment.tile + mine, num_queries + mine)
         _for_queries(launch, segment, lambda t: wait_for("q", num_queries + t))
+        queries = smem["q"].at[launch.place("q", num_queries + mine)]
+        in_registers = config.queries_in_registers and not config.interpretable
+        if in_registers:
+            queries = plgpu.load(queries, layout=plgpu.Layout.WGMMA, optimized=False)
+            _for_queries(launch, segment, lambda t: let_go("q", num_queries + t))
+        task = _Task(warpgroup, is_wide, segment.tile + mine, queries)
         cursor, state = _attend(launch, segment, task, cursor, State.empty(head_dim))
-        _for_queries(launch, segment, lambda t: let_go("q", num_queries + t))
+        if not in_registers:
+            _for_queries(launch, segment, lambda t: let_go("q", num_queries + t))
         if not is_pair:
             _write(launch, segment, task, state)
             return cursor, num_queries + segment.num_tiles, num_handed
@@ -147,40 +144,31 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
         block, stage = walk.read(cursor), launch.place("kv", cursor.ring)
         plgpu.barrier_wait(launch.barrier("kv_full", cursor.ring))
         scores = _scores(launch, task, stage, block)
-        top = jnp.maximum(state.top, scores.max(axis=1))
-        decay = jnp.exp2(state.top - top)
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
-        total = state.total * decay + weights.sum(axis=1)
-        acc = scale_rows(state.acc, decay)
+        state, weights = state.with_scores(scores, Scale.of(launch.logits_scale))
         _drop_dead_values(launch, task, stage, block)
-        task.take_turns(launch)
-        acc = _add_product(launch, task, acc, weights.astype(smem["v"].dtype), stage)
+        acc = _add_product(launch, task, state.acc, weights.astype(smem["v"].dtype), stage)
         plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
         cursor = lax.while_loop(is_foreign, pass_by, walk.skip(cursor, is_live=True))
-        return cursor, State(acc, top, total)
+        return cursor, state._replace(acc=acc)
 
-    # The second warpgroup is one turn, half a block, behind the first.
-    pl.when(task.warpgroup == 1)(lambda: task.take_turns(launch))
     cursor = lax.while_loop(is_foreign, pass_by, walk.begin(cursor))
     cursor, state = lax.while_loop(
         lambda carry: walk.is_inside(carry[0]), run_block, (cursor, state)
     )
-    pl.when(task.warpgroup == 0)(lambda: task.take_turns(launch))
     walk.end(cursor)
     return cursor, state
 
 
 def _scores(launch: Launch, task: _Task, stage, block: Block):
-    """Scaled scores in base 2, masked, [64 query rows, 64 tokens]."""
-    q, k = launch.smem["q"].at[launch.place("q", task.query)], launch.smem["k"].at[stage]
+    """Scores, masked, the first part of their scale applied, [64 query rows, 64 tokens]."""
+    k, scale = launch.smem["k"].at[stage], Scale.of(launch.logits_scale)
 
     def product(acc):
-        plgpu.wgmma(acc, q, k.transpose((1, 0)))
-        task.take_turns(launch)
+        plgpu.wgmma(acc, task.queries, k.transpose((1, 0)))
         return acc[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((BLOCK_Q, BLOCK_KV), jnp.float32))
-    scores = scores * (launch.logits_scale / LN_2)
+    scores = scores if scale.first == 1 else scores * scale.first
     first_row = task.tile * BLOCK_Q
 
     def mask_none(scores):
@@ -192,7 +180,7 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
         )
         mine = (row >= block.row_lo[0]) & (row < block.row_hi[0])
         # A select, not a bias: what is no number must not reach the rows of others.
-        return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, MASKED)
+        return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, scale.masked)
 
     def mask_all(scores):
         # Dead rows of K may hold NaN: select, do not add.
@@ -205,7 +193,7 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
             (column >= lo) & (column < hi) & (row >= row_lo) & (row < row_hi)
             for lo, hi, row_lo, row_hi in zip(*block[1:5], strict=True)
         )
-        return jnp.where(live, scores, MASKED)
+        return jnp.where(live, scores, scale.masked)
 
     covers = (block.row_lo[0] <= first_row) & (block.row_hi[0] >= first_row + BLOCK_Q)
     masks = jnp.where(block.is_plain(launch.page_size), jnp.where(covers, 0, 1), 2)

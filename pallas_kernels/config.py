@@ -20,6 +20,7 @@ NUM_CHUNKS = 3
 MAX_SHARED_BYTES = 232_448
 """Shared memory that one thread block can have on Hopper (227 KiB)."""
 BARRIER_BYTES = 8
+MAX_HEAD_DIM_IN_REGISTERS = 128
 
 _LIMITS = {"num_stages": 8, "num_query_buffers": 4, "num_compute_warpgroups": 2}
 
@@ -34,16 +35,16 @@ class KernelConfig:
         more lets the loads run into the next segment.
       num_compute_warpgroups: 2 give a segment of two tiles one each, and share the blocks of a
         segment of one; 1 walks tile by tile.
-      takes_turns: two compute warpgroups with a tile each take turns: while one multiplies, the
-        other computes its softmax.
-      interpretable: a slower body that the Mosaic interpreter can run: the weights pass through
-        shared memory, and nothing is said to the next launch.
+      queries_in_registers: a tile's queries are read from shared memory once a segment instead of
+        with every block: faster steps, slower segments.
+      interpretable: a slower body that the Mosaic interpreter can run: all operands of products
+        are in shared memory, and nothing is said to the next launch.
     """
 
     num_stages: int = 4
     num_query_buffers: int = 3
     num_compute_warpgroups: int = 2
-    takes_turns: bool = False
+    queries_in_registers: bool = False
     interpretable: bool = False
 
     def __post_init__(self) -> None:
@@ -60,9 +61,11 @@ class KernelConfig:
     @classmethod
     def heuristic(cls, head_dim: int, dtype: Any) -> Self:
         """The deepest pipeline of at most 4 stages that fits, two compute warpgroups if they do."""
+        # Wider heads leave no registers for the queries.
+        registers = head_dim <= MAX_HEAD_DIM_IN_REGISTERS
         for config in (
-            cls(),
-            cls(num_stages=3),
+            cls(queries_in_registers=registers),
+            cls(num_stages=3, queries_in_registers=registers),
             cls(num_stages=2),
             cls(num_stages=2, num_query_buffers=2),
             cls(num_stages=2, num_query_buffers=2, num_compute_warpgroups=1),
@@ -97,7 +100,7 @@ class KernelConfig:
 
         `*_full`: filled by the memory warpgroup; `*_free`: let go by every compute warpgroup.
         `v_clean`: the first of two has zeroed dead values that both read. `state_*`: the state of
-        one on its way to the other. `turn`: see `takes_turns`.
+        one on its way to the other.
         """
         wgs = self.num_compute_warpgroups
         barriers = {
@@ -111,8 +114,6 @@ class KernelConfig:
         if self.num_compute_warpgroups > 1:
             barriers["v_clean"] = (1, self.num_stages)
             barriers["state_full"] = barriers["state_free"] = (1, 1)
-            if self.takes_turns:
-                barriers["turn"] = (2, 1)
         return barriers
 
     def shared_bytes(self, head_dim: int, dtype: Any) -> int:

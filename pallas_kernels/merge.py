@@ -29,6 +29,9 @@ ROUNDS = (18, 6)
 
 A round takes about 0.8 us on an H200, however many slots it has; too many waste loads.
 """
+ROUNDS_OF_MANY = (6, 6)
+"""The same where there are many thread blocks: fewer registers let more of them run at a time."""
+FEW_BLOCKS = 1024
 EMPTY = -1e30
 """A finite stand-in for the log-sum-exp of an empty slot: exp(-inf - -inf) is NaN."""
 
@@ -42,6 +45,7 @@ def _kernel(
     merged_gmem,  # [num_kv_heads, rows, head_dim] float32
     merged_lse_gmem,  # [num_kv_heads, rows] float32
     *,
+    rounds: tuple[int, int],
     interpretable: bool,
 ):
     num_kv_heads, _, head_dim = merged_gmem.shape
@@ -94,7 +98,7 @@ def _kernel(
             full(shape, 0, by_element),
             full(shape[:1], 0, by_row),
         )
-        long, short = ROUNDS
+        long, short = rounds
         num_long = lax.div(jnp.maximum(last - first - short, 0) + (long - 1), jnp.int32(long))
         rest = first + num_long * long
         carry = lax.fori_loop(
@@ -145,8 +149,9 @@ def merge_partials(
     num_kv_heads, rows, head_dim = merged[0].shape
     # One long axis, tile by tile: those without slots come last.
     num_blocks = num_kv_heads * (rows // BLOCK_ROWS) * (head_dim // BLOCK_COLUMNS)
+    rounds = ROUNDS if num_blocks <= FEW_BLOCKS else ROUNDS_OF_MANY
     kernel = plgpu.kernel(
-        functools.partial(_kernel, interpretable=interpretable),
+        functools.partial(_kernel, rounds=rounds, interpretable=interpretable),
         out_type=(),
         grid=(num_blocks,),
         grid_names=("block",),

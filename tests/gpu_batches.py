@@ -163,11 +163,12 @@ class Batch:
         padding = ((0, self.signature.forest.requests - len(self.q)), (0, 0), (0, 0))
         return np.pad(self.q, padding, constant_values=np.nan)
 
-    def attend(self, plan):
+    def attend(self, plan, logits_scale=None):
         """What the kernels say, rounded to no less than float32."""
         device_plan = jax.tree.map(jnp.asarray, plan)
         q = jnp.asarray(self.padded_q())
-        result = attend(q, self.cache(), device_plan, implementation=IMPLEMENTATION)
+        settings = {"logits_scale": logits_scale, "implementation": IMPLEMENTATION}
+        result = attend(q, self.cache(), device_plan, **settings)
         count = len(self.q)
         return np.asarray(result.out)[:count], np.asarray(result.lse)[:count]
 

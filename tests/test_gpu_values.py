@@ -149,3 +149,13 @@ def test_clean_batches_are_right_and_a_row_whose_keys_are_all_dead_is_empty(tree
     assert_right((out[1:], lse[1:]), (expected_out[1:], expected_lse[1:]))
     assert not out[0].any()
     assert np.isneginf(lse[0]).all()
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 2.0**-30, 0.25, 16.0])
+@pytest.mark.parametrize("tree", TREES)
+def test_any_scale_of_the_logits(tree, factor):
+    batch = make_batch(COMMON, TREES[tree])
+    # A power of two, or 0: the scaled queries are exact.
+    expected = dataclasses.replace(batch, q=batch.q * np.float32(factor)).expected()
+    scale = factor * COMMON.head_dim**-0.5
+    assert_right(batch.attend(batch.plan(), logits_scale=scale), expected)

@@ -7,6 +7,8 @@ leaves out programmatic dependent launch. What only hardware shows (registers, t
 the launch of the merge) is in tests/test_gpu_*.py.
 """
 
+import dataclasses
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -34,12 +36,8 @@ def two_warpgroups():
     return KernelConfig(num_stages=2, num_query_buffers=3, interpretable=True)
 
 
-def taking_turns():
-    return KernelConfig(num_stages=2, num_query_buffers=3, takes_turns=True, interpretable=True)
-
-
-def interpreted(batch, plan, page_size, config):
-    """out and lse of every request."""
+def interpreted(batch, plan, page_size, config, *, factor=1.0):
+    """out and lse of every request, the usual scale of the logits times `factor`."""
     cache = batch.cache()
     resolved = resolve_plan(
         prepare_plan(plan, implementation="mosaic_gpu"),
@@ -55,7 +53,7 @@ def interpreted(batch, plan, page_size, config):
             kv,
             resolved.tables,
             jnp.zeros(1, jnp.int32),
-            logits_scale=batch.q.shape[2] ** -0.5,
+            logits_scale=factor * batch.q.shape[2] ** -0.5,
             config=config,
         )
         jax.block_until_ready(partials)
@@ -69,7 +67,7 @@ def interpreted(batch, plan, page_size, config):
     [
         (64, 1, two_warpgroups),
         (64, 9, two_warpgroups),
-        (64, 3, taking_turns),
+        (64, 3, two_warpgroups),
         (16, 3, two_warpgroups),
         (128, 2, one_warpgroup),
     ],
@@ -93,3 +91,26 @@ def test_right_and_without_races(page_size, num_workers, make_config, capfd):
     np.testing.assert_allclose(result.lse, lse, rtol=0, atol=1e-5)
     printed = capfd.readouterr()  # the detector of JAX 0.11 does not raise, it prints
     assert "RACE" not in (printed.out + printed.err).upper()
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 2.0**-30, 0.25, 16.0])
+def test_any_scale_of_the_logits(factor):
+    """Most of the scale is applied after the maximum; a masked score must stay below any other."""
+    lists = [[1] * 20 + [2 + i] * 9 for i in range(3)] + [[9] * 5]
+    batch = make_batch(
+        lists,
+        page_size=64,
+        num_kv_heads=1,
+        group_size=4,
+        head_dim=64,
+        dtype="bfloat16",
+        q_dtype="bfloat16",
+    )
+    spec = PlanSpec(num_kv_heads=1, group_size=4, page_size=64, num_workers=2)
+    plan = build_plan(batch.arrays, spec)
+    result = interpreted(batch, plan, 64, two_warpgroups(), factor=factor)
+    # A power of two, or 0: the scaled queries are exact.
+    q = (np.asarray(batch.q, np.float32) * np.float32(factor)).astype(batch.q.dtype)
+    out, lse = dataclasses.replace(batch, q=q).expected()
+    np.testing.assert_allclose(result.out, out, rtol=0, atol=1e-2)
+    np.testing.assert_allclose(result.lse, lse, rtol=0, atol=1e-5)

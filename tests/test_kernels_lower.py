@@ -56,7 +56,8 @@ def test_partial_attention_lowers(dtype, head_dim, page_size):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_turns_lower(head_dim):
+@pytest.mark.parametrize("queries_in_registers", [False, True])
+def test_queries_anywhere_lower(head_dim, queries_in_registers):
     pages = shape(100, 8, 64, head_dim, dtype=jnp.bfloat16)
     text = lower(
         lambda q, k, v, tables, offset: partial_attention(
@@ -65,7 +66,7 @@ def test_turns_lower(head_dim):
             tables,
             offset,
             logits_scale=0.1,
-            config=KernelConfig(takes_turns=True),
+            config=KernelConfig(queries_in_registers=queries_in_registers),
         ),
         shape(8, 128, head_dim, dtype=jnp.bfloat16),
         pages,
@@ -77,14 +78,15 @@ def test_turns_lower(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_merge_lowers(head_dim):
+@pytest.mark.parametrize("rows", [128, 4096])
+def test_merge_lowers(head_dim, rows):
     text = lower(
         lambda out, lse, indptr, *merged: merge_partials((out, lse), indptr, merged),
         shape(600, 64, head_dim, dtype=jnp.float32),
         shape(600, 64, dtype=jnp.float32),
-        shape(17),
-        shape(8, 128, head_dim, dtype=jnp.float32),
-        shape(8, 128, dtype=jnp.float32),
+        shape(rows // 8 + 1),
+        shape(8, rows, head_dim, dtype=jnp.float32),
+        shape(8, rows, dtype=jnp.float32),
     )
     assert text.count("mosaic_gpu_v2") == 1
 

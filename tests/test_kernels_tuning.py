@@ -10,7 +10,7 @@ from pallas_kernels.config import KernelConfig
 from pallas_kernels.tuning import best_config, load_configs
 
 SHAPE = {"dtype": "bfloat16", "head_dim": 128, "page_size": 64}
-CONFIG = {"num_stages": 3, "num_query_buffers": 2, "takes_turns": True}
+CONFIG = {"num_stages": 3, "num_query_buffers": 2, "queries_in_registers": True}
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_the_tuned_configuration_of_a_shape_is_taken(folder):
 
 
 def test_a_configuration_reads_as_it_was_written(folder):
-    config = KernelConfig(num_stages=3, takes_turns=True)
+    config = KernelConfig(num_stages=3, queries_in_registers=True)
     path = write(folder, [{"shape": SHAPE, "config": dataclasses.asdict(config)}])
     assert load_configs(path) == {tuning.Shape(**SHAPE): config}
 

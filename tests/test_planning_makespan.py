@@ -16,7 +16,7 @@ from codec_jax.planning.spec import PlanSpec
 
 NUM_ITEMS = 256
 COSTS = {
-    "closed form": CostModel(step_ticks=64, wide_step_ticks=128, segment_ticks=128),
+    "closed form": CostModel(step_ticks=64, wide_step_ticks=96, segment_ticks=128),
     "cheap wide steps": CostModel(step_ticks=37, wide_step_ticks=50, segment_ticks=90),
 }
 SIGNATURES = [(1, 7), (8, 132), (1, 132), (8, 7)]

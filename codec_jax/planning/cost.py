@@ -39,8 +39,12 @@ class CostModel:
 
     @classmethod
     def closed_form(cls, spec: PlanSpec) -> Self:
-        """Costs without a profile: a step costs its tokens, a segment 128 tokens more."""
-        return cls(step_ticks=spec.page_size, wide_step_ticks=2 * spec.page_size, segment_ticks=128)
+        """Costs without a profile: a step costs its tokens, a segment 128 tokens more.
+
+        A page for two tiles is read once, and its products overlap: half as much again as for one.
+        """
+        page = spec.page_size
+        return cls(step_ticks=page, wide_step_ticks=page + page // 2, segment_ticks=128)
 
 
 def item_step_ticks(items: Items | Segments, cost: CostModel) -> Int32[Array, " items"]:

@@ -4,9 +4,9 @@
     python -m experiments.append_time --smoke                        # on any device, untimed
 
 One layer of bfloat16 pages of 64 tokens, 8 KV heads, head_dim 128; the pool is donated, as in the
-decode loop. Fields of a row: batch_size, implementation (by the compiled HLO), num_kernels, time_us,
-p10_us, p90_us, device, jax, commit, tree_hash, date. Expected: about 2 us for the kernel, 3 us for
-each of XLA's scatters; about 2 s a row.
+decode loop. Fields of a row: batch_size, implementation (by the compiled HLO), num_kernels,
+time_us, p10_us, p90_us, device, jax, commit, tree_hash, date. Expected: about 2 us for the kernel,
+3 us for each of XLA's scatters; about 2 s a row.
 """
 
 import sys

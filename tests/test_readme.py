@@ -43,7 +43,7 @@ def test_the_gpu_table_is_the_committed_rows():
     assert rows
     for row in rows:
         numbers = f"{row['time_us']:.1f} | {row['floor_us']:.1f} | {row['floor_share']:.0%}"
-        assert f"| {row['case']} | {numbers} |" in README
+        assert f"| {row['case']} | {row['policy']} | {numbers} |" in README
         assert row["implementation"] == "mosaic_gpu" and row["max_rel_err"] < 5e-3
 
 

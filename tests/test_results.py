@@ -1,0 +1,47 @@
+"""The committed results of the kernels: one source, nothing skipped, every bound kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from codec_jax.planning.policies import POLICIES
+from experiments.json_lines import read_json_lines
+from experiments.kernel_roofline import SPEED_TABLE
+
+RESULTS = Path(__file__).resolve().parent.parent / "experiments" / "results" / "nvidia-h200"
+GPU_TESTS = json.loads((RESULTS / "gpu_tests.json").read_text(encoding="utf-8"))
+
+
+def test_the_contract_passed_whole():
+    assert GPU_TESTS["passed"] > 0
+    assert (GPU_TESTS["failed"], GPU_TESTS["skipped"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["kernel_roofline", "generate", "append_time"])
+def test_rows_are_of_the_sources_that_passed(name):
+    rows = read_json_lines(RESULTS / f"{name}.jsonl")
+    assert rows
+    for field in ("device", "jax", "tree_hash"):
+        assert {row[field] for row in rows} == {GPU_TESTS[field]}
+
+
+def test_logits_through_the_kernels_are_within_their_bounds():
+    rows = read_json_lines(RESULTS / "generate.jsonl")
+    assert [row["model"] for row in rows] == ["stories260k", "random-4l-128"]
+    for row in rows:
+        assert row["implementations_in_hlo"] == ["mosaic_gpu", "xla"]
+        assert (row["generated_by_in_hlo"], row["dtype"]) == ("mosaic_gpu", "bfloat16")
+        assert row["is_within_bound"] and row["num_compared"] > 1000
+        assert row["max_difference"] <= row["max_bound"]
+        assert row["rms_difference"] <= row["rms_bound"]
+
+
+def test_every_case_of_the_speed_table_is_measured_and_right():
+    rows = read_json_lines(RESULTS / "kernel_roofline.jsonl")
+    assert {row["case"] for row in rows if row["policy"] == "balanced"} == set(SPEED_TABLE)
+    for row in rows:
+        assert row["policy"] in POLICIES and row["implementation"] == "mosaic_gpu"
+        assert row["p10_us"] <= row["time_us"] <= row["p90_us"]
+        assert row["floor_share"] == pytest.approx(row["floor_us"] / row["time_us"], abs=1e-3)
+        assert row["max_rel_err"] < 5e-3

@@ -101,9 +101,10 @@ def spec_of(workload: AnyWorkload, *, page_size: int, num_workers: int = 132) ->
     )
 
 
-def floor_us_of(workload: AnyWorkload) -> float:
+def floor_us_of(workload: AnyWorkload, dtype: str = "bfloat16") -> float:
     """The larger of unique KV bytes over bandwidth and operations over peak, on an H200."""
-    return max(workload.kv_bytes() / BYTES_PER_US, workload.num_flops() / FLOPS_PER_US)
+    num_bytes = workload.kv_bytes(jnp.dtype(dtype).itemsize)
+    return max(num_bytes / BYTES_PER_US, workload.num_flops() / FLOPS_PER_US)
 
 
 def implementation_of(workload: AnyWorkload, config: MeasureConfig) -> str:
@@ -210,9 +211,9 @@ def measure_step(
         "page_size": config.page_size,
         "batch_size": workload.batch_size,
         **_times(workload, compiled, config=config),
-        "floor_us": floor_us_of(workload),
+        "floor_us": floor_us_of(workload, config.dtype),
         "plan_us": _wall_us(plan),
-        "kv_bytes": workload.kv_bytes(),
+        "kv_bytes": workload.kv_bytes(jnp.dtype(config.dtype).itemsize),
         "max_rel_err": error,
         "max_lse_err": lse_error,
         "segments": int(compiled.plan.counts.segments),
@@ -240,7 +241,7 @@ def _times(
         "time_us": timing.median_us,
         "p10_us": timing.p10_us,
         "p90_us": timing.p90_us,
-        "floor_share": floor_us_of(workload) / timing.median_us,
+        "floor_share": floor_us_of(workload, config.dtype) / timing.median_us,
         "kernels": [[name, round(us, 2)] for name, us in timing.kernels],
     }
 

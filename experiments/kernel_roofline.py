@@ -6,7 +6,8 @@
 Floor: the larger of unique KV bytes over 4.3 TB/s and operations over 790 TFLOP/s, both measured on
 an H200. The time is the span of the two kernels' launches, the cache emptied before each call.
 Expected: within 15% of the floor where a node is long, further where the whole step takes under
-30 us; about 6 s a case.
+30 us; about 6 s a case. `--heads=32/32 --head_dim=64` asks for another attention over the same
+forests.
 """
 
 import dataclasses
@@ -47,10 +48,35 @@ class RooflineConfig(MeasureConfig):
     Attributes:
       cases: names in workloads.json; empty takes those of the speed table.
       policies: what to share, see `planning.policies.POLICIES`.
+      heads: query and KV heads, as "32/8", instead of each case's own.
+      head_dim: width of a head instead of each case's own.
     """
 
     cases: tuple[str, ...] = ()
     policies: tuple[str, ...] = ("balanced",)
+    heads: str | None = None
+    head_dim: int | None = None
+
+    def other_sizes(self) -> dict[str, int]:
+        """What replaces the cases' own sizes.
+
+        Raises:
+          ValueError: `heads` are not two numbers, the first a multiple of the second, or
+            `head_dim` is not positive.
+        """
+        sizes = {} if self.head_dim is None else {"head_dim": self.head_dim}
+        if self.head_dim is not None and self.head_dim < 1:
+            raise ValueError(f"`head_dim` must be positive; got {self.head_dim}.")
+        if self.heads is None:
+            return sizes
+        parts = self.heads.split("/")
+        is_valid = len(parts) == 2 and all(part.isdecimal() and int(part) > 0 for part in parts)
+        if not is_valid or int(parts[0]) % int(parts[1]):
+            raise ValueError(
+                "`heads` must be query heads and KV heads, the first a multiple of the second, as"
+                f" 32/8; got {self.heads!r}."
+            )
+        return {**sizes, "num_q_heads": int(parts[0]), "num_kv_heads": int(parts[1])}
 
 
 _BATCH = 5
@@ -88,6 +114,11 @@ def run(config: RooflineConfig) -> list[dict[str, Any]]:
 
 
 def _workloads(config: RooflineConfig) -> Sequence[Workload]:
+    sizes = config.other_sizes()
+    return [dataclasses.replace(workload, **sizes) for workload in _named(config)]
+
+
+def _named(config: RooflineConfig) -> Sequence[Workload]:
     if config.smoke:
         return SMOKE
     known = load_workloads()
@@ -115,6 +146,8 @@ def main(argv: Sequence[str]) -> int:
     for name in ("cases", "policies"):
         text = {"cases": "names in workloads.json", "policies": "what to share"}[name]
         flags.DEFINE_list(name, list(getattr(default, name)), text, flag_values=values)
+    flags.DEFINE_string("heads", None, "as 32/8: instead of the cases' own", flag_values=values)
+    flags.DEFINE_integer("head_dim", None, "instead of the cases' own", flag_values=values)
     flags.DEFINE_string("dtype", default.dtype, "of keys and values", flag_values=values)
     flags.DEFINE_integer("page_size", default.page_size, "tokens of a page", flag_values=values)
     flags.DEFINE_string("implementation", None, "default: what supports it", flag_values=values)

@@ -1,0 +1,57 @@
+"""The roofline's command line on a CPU: rows without times, other sizes, refusals."""
+
+import pytest
+
+from experiments import kernel_roofline
+from experiments.json_lines import read_json_lines
+from experiments.kernel_roofline import RooflineConfig
+
+FIELDS = {
+    *("case", "policy", "implementation", "dtype", "num_q_heads", "num_kv_heads", "head_dim"),
+    *("page_size", "batch_size", "time_us", "p10_us", "p90_us", "floor_us", "floor_share"),
+    *("plan_us", "kv_bytes", "max_rel_err", "device", "jax", "commit", "tree_hash", "date"),
+}
+
+
+def test_smoke_rows_have_every_field_and_right_answers(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    arguments = ["--smoke", "--commit=abc", "--policies=balanced,auto", f"--output={path}"]
+    assert kernel_roofline.main(["kernel_roofline", *arguments]) == 0
+    rows = read_json_lines(path)
+    assert [(row["case"], row["policy"]) for row in rows] == [
+        (case.name, policy) for case in kernel_roofline.SMOKE for policy in ("balanced", "auto")
+    ]
+    for row in rows:
+        assert set(row) >= FIELDS
+        assert row["implementation"] == "xla" and row["time_us"] is None
+        assert row["max_rel_err"] < 1e-2
+        assert row["kv_bytes"] > 0 and row["floor_us"] > 0
+
+
+def test_other_heads_and_widths_over_the_same_forests():
+    config = RooflineConfig(smoke=True, heads="4/4", head_dim=32, dtype="float32")
+    rows = kernel_roofline.run(config)
+    assert [row["case"] for row in rows] == [case.name for case in kernel_roofline.SMOKE]
+    for row, case in zip(rows, kernel_roofline.SMOKE, strict=True):
+        assert (row["num_q_heads"], row["num_kv_heads"], row["head_dim"]) == (4, 4, 32)
+        assert row["kv_bytes"] == 2 * case.unique_tokens * 4 * 32 * 4  # float32
+        assert row["floor_us"] >= row["kv_bytes"] / 4.3e6
+        assert row["max_rel_err"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--heads=32", "as 32/8; got '32'."),
+        ("--heads=9/2", "as 32/8; got '9/2'."),
+        ("--heads=0/1", "as 32/8; got '0/1'."),
+        ("--heads=8/x", "as 32/8; got '8/x'."),
+        ("--head_dim=0", "`head_dim` must be positive; got 0."),
+        ("--cases=nowhere", "`cases` must be names in workloads.json; got 'nowhere'."),
+        ("--output=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
+    ],
+)
+def test_wrong_use_is_one_line(flag, reason, capsys):
+    assert kernel_roofline.main(["kernel_roofline", flag]) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1

@@ -16,19 +16,16 @@ from pallas_kernels.config import BLOCK_KV, NUM_CHUNKS
 from pallas_kernels.tables import STEP_CHUNK, StepTable
 
 
-class Block(NamedTuple):
-    """A block of 64 KV tokens: per page in it, the page, its live columns and its packed rows.
+class Live(NamedTuple):
+    """What of a block is live: for each page in it, its columns and its packed rows.
 
     Columns count from the block's first token.
     """
 
-    pages: tuple
     col_lo: tuple
     col_hi: tuple
     row_lo: tuple
     row_hi: tuple
-    part: Any  # which 64 tokens of the page, where a page is larger than a block
-    sources: tuple  # where each page lies
 
     def is_live(self):
         """Whether any token of the block is live."""
@@ -47,6 +44,15 @@ class Block(NamedTuple):
         size = min(page_size, BLOCK_KV)
         spans = zip(self.col_lo, self.col_hi, strict=True)
         return ~any_of(hi - lo != size for lo, hi in spans)
+
+
+class Block(NamedTuple):
+    """A block of 64 KV tokens: its pages, what is live in them, and where they lie."""
+
+    pages: tuple
+    live: Live
+    part: Any  # which 64 tokens of the page, where a page is larger than a block
+    sources: tuple  # where each page lies
 
 
 def any_of(masks: Iterable):
@@ -159,7 +165,7 @@ class Walk(NamedTuple):
                 )
             )
         pages, col_lo, col_hi, row_lo, row_hi, sources = zip(*columns, strict=True)
-        return Block(pages, col_lo, col_hi, row_lo, row_hi, part, sources)
+        return Block(pages, Live(col_lo, col_hi, row_lo, row_hi), part, sources)
 
     def skip(self, cursor: Cursor, *, is_live) -> Cursor:
         """At the next block."""

@@ -13,7 +13,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import Block, Cursor, Walk, any_of
+from pallas_kernels.blocks import Cursor, Live, Walk, any_of
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_KV, BLOCK_Q
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
@@ -127,10 +127,10 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
     walk = Walk(smem["steps"], segment.num_steps, page_size, 1, enter, leave)
 
     def is_foreign(cursor: Cursor):
-        return walk.is_inside(cursor) & ~(walk.read(cursor).is_live() & task.has(cursor))
+        return walk.is_inside(cursor) & ~(walk.read(cursor).live.is_live() & task.has(cursor))
 
     def pass_by(cursor: Cursor):
-        is_live = walk.read(cursor).is_live()
+        is_live = walk.read(cursor).live.is_live()
 
         @pl.when(is_live)
         def _():
@@ -139,27 +139,49 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
 
         return walk.skip(cursor, is_live=is_live)
 
-    def run_block(carry):
-        cursor, state = carry
-        block, stage = walk.read(cursor), launch.place("kv", cursor.ring)
-        plgpu.barrier_wait(launch.barrier("kv_full", cursor.ring))
-        scores = _scores(launch, task, stage, block)
-        state, weights = state.with_scores(scores, Scale.of(launch.logits_scale))
-        _drop_dead_values(launch, task, stage, block)
-        acc = _add_product(launch, task, state.acc, weights.astype(smem["v"].dtype), stage)
-        plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
-        cursor = lax.while_loop(is_foreign, pass_by, walk.skip(cursor, is_live=True))
-        return cursor, state._replace(acc=acc)
+    def stop_at_mine(cursor: Cursor):
+        """The next of this warpgroup's blocks, and what of it is live; past the end, anything."""
+        cursor = lax.while_loop(is_foreign, pass_by, cursor)
+        return cursor, walk.read(cursor).live
 
-    cursor = lax.while_loop(is_foreign, pass_by, walk.begin(cursor))
-    cursor, state = lax.while_loop(
-        lambda carry: walk.is_inside(carry[0]), run_block, (cursor, state)
+    def wait_for(cursor: Cursor):
+        plgpu.barrier_wait(launch.barrier("kv_full", cursor.ring))
+
+    # With two stages, a foreign block holds the other one: the next can come only after this one.
+    waits_ahead = launch.config.num_stages > 2
+
+    def find_next(cursor: Cursor):
+        found = stop_at_mine(walk.skip(cursor, is_live=True))
+        if waits_ahead:
+            pl.when(walk.is_inside(found[0]))(lambda: wait_for(found[0]))
+        return found
+
+    def run_block(carry):
+        (cursor, live), state = carry
+        stage = launch.place("kv", cursor.ring)
+        if not waits_ahead:
+            wait_for(cursor)
+        scores = _scores(launch, task, stage, live)
+        state, weights = state.with_scores(scores, Scale.of(launch.logits_scale))
+        _drop_dead_values(launch, task, stage, live)
+        weights = weights.astype(smem["v"].dtype)
+        acc, found = _add_product(
+            launch, task, state.acc, weights, stage, meanwhile=lambda: find_next(cursor)
+        )
+        plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
+        return found, state._replace(acc=acc)
+
+    found = stop_at_mine(walk.begin(cursor))
+    if waits_ahead:
+        pl.when(walk.is_inside(found[0]))(lambda: wait_for(found[0]))
+    (cursor, _), state = lax.while_loop(
+        lambda carry: walk.is_inside(carry[0][0]), run_block, (found, state)
     )
     walk.end(cursor)
     return cursor, state
 
 
-def _scores(launch: Launch, task: _Task, stage, block: Block):
+def _scores(launch: Launch, task: _Task, stage, live: Live):
     """Scores, masked, the first part of their scale applied, [64 query rows, 64 tokens]."""
     k, scale = launch.smem["k"].at[stage], Scale.of(launch.logits_scale)
 
@@ -178,7 +200,7 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
         row = first_row + plgpu.broadcasted_iota(
             jnp.int32, (BLOCK_Q,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
         )
-        mine = (row >= block.row_lo[0]) & (row < block.row_hi[0])
+        mine = (row >= live.row_lo[0]) & (row < live.row_hi[0])
         # A select, not a bias: what is no number must not reach the rows of others.
         return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, scale.masked)
 
@@ -189,18 +211,18 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
             for axis in (0, 1)
         )
         row += first_row
-        live = any_of(
+        seen = any_of(
             (column >= lo) & (column < hi) & (row >= row_lo) & (row < row_hi)
-            for lo, hi, row_lo, row_hi in zip(*block[1:5], strict=True)
+            for lo, hi, row_lo, row_hi in zip(*live, strict=True)
         )
-        return jnp.where(live, scores, scale.masked)
+        return jnp.where(seen, scores, scale.masked)
 
-    covers = (block.row_lo[0] <= first_row) & (block.row_hi[0] >= first_row + BLOCK_Q)
-    masks = jnp.where(block.is_plain(launch.page_size), jnp.where(covers, 0, 1), 2)
+    covers = (live.row_lo[0] <= first_row) & (live.row_hi[0] >= first_row + BLOCK_Q)
+    masks = jnp.where(live.is_plain(launch.page_size), jnp.where(covers, 0, 1), 2)
     return lax.switch(masks, [mask_none, mask_rows, mask_all], scores)
 
 
-def _drop_dead_values(launch: Launch, task: _Task, stage, block: Block) -> None:
+def _drop_dead_values(launch: Launch, task: _Task, stage, live: Live) -> None:
     """Zeroes the dead rows of V: their weights are 0, but 0 * NaN is NaN.
 
     Where both warpgroups read the block, the first zeroes for both.
@@ -209,13 +231,13 @@ def _drop_dead_values(launch: Launch, task: _Task, stage, block: Block) -> None:
 
     def zero():
         row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-        spans = zip(block.col_lo, block.col_hi, strict=True)
-        live = any_of((row >= lo) & (row < hi) for lo, hi in spans)
+        spans = zip(live.col_lo, live.col_hi, strict=True)
+        alive = any_of((row >= lo) & (row < hi) for lo, hi in spans)
         values = plgpu.load(v, layout=plgpu.Layout.WGMMA, optimized=False)
-        v[...] = jnp.where(live, values, jnp.zeros_like(values))
+        v[...] = jnp.where(alive, values, jnp.zeros_like(values))
         plgpu.commit_smem()
 
-    @pl.when(~block.is_full(launch.page_size))
+    @pl.when(~live.is_full(launch.page_size))
     def _():
         if launch.config.num_compute_warpgroups == 1:
             zero()
@@ -236,11 +258,18 @@ def _drop_dead_values(launch: Launch, task: _Task, stage, block: Block) -> None:
             plgpu.barrier_wait(clean)
 
 
-def _add_product(launch: Launch, task: _Task, acc, weights, stage):
-    """The accumulator with weights @ V added."""
+def _add_product(launch: Launch, task: _Task, acc, weights, stage, *, meanwhile):
+    """The accumulator with weights @ V added, and what `meanwhile()` gave beside the product."""
     v = launch.smem["v"].at[stage]
+
+    def add(ref):
+        ref[...] = acc
+        plgpu.wgmma(ref, weights, v)
+        result = meanwhile()
+        return ref[...], result
+
     if not launch.config.interpretable:
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v))(plgpu.ACC.init(acc))
+        return pl.run_scoped(add, plgpu.ACC(acc.shape, jnp.float32))
     in_smem = launch.smem["weights"].at[task.warpgroup]
     in_smem[...] = weights
     plgpu.commit_smem()
@@ -249,7 +278,7 @@ def _add_product(launch: Launch, task: _Task, acc, weights, stage):
         plgpu.wgmma(ref, in_smem, v)
         return ref[...]
 
-    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32)), meanwhile()
 
 
 def _hand_over(launch: Launch, state: State) -> None:

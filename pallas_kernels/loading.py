@@ -101,7 +101,7 @@ def load_segments(launch: Launch) -> None:
 
         def run_block(cursor: Cursor):
             block = walk.read(cursor)
-            is_live = block.is_live()
+            is_live = block.live.is_live()
 
             @pl.when(is_live)
             def _():

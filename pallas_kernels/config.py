@@ -13,6 +13,8 @@ BLOCK_KV = 64
 """Tokens of one step of the kernel: small pages are gathered into it, large ones cut."""
 BLOCK_Q = 64
 """Query rows of one tile: the M of a warpgroup's matrix product."""
+BOXES = (16, 32, 64)
+"""Tokens that one copy brings: of a page whose end is dead, as few as hold what is live."""
 DENSE_ROWS = 8
 """A block of dense keys starts at a multiple of this: the rows of a tile of shared memory."""
 NUM_CHUNKS = 3

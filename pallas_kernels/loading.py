@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_kernels.blocks import Block, Cursor, Walk
 from pallas_kernels.compat import plgpu
-from pallas_kernels.config import BLOCK_KV, BLOCK_Q, DENSE_ROWS
+from pallas_kernels.config import BLOCK_KV, BLOCK_Q, BOXES, DENSE_ROWS
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
 from pallas_kernels.tables import STEP_CHUNK
 
@@ -50,27 +50,38 @@ def load_segments(launch: Launch) -> None:
         stage = launch.smem[name].at[launch.place("kv", ring)]
         rows = min(page_size, BLOCK_KV)
         for j, page in enumerate(block.pages):
-            target = stage.at[pl.ds(j * rows, rows)] if len(block.pages) > 1 else stage
+            last = block.live.col_hi[j] - j * rows
             for s, (k, v) in enumerate(inputs.kv):
 
-                def load(source=k if name == "k" else v, page=page, target=target):
-                    tokens = rows_of(source, page, block.part, kv_head)
-                    plgpu.copy_gmem_to_smem(tokens, target, launch.barrier("kv_full", ring))
+                def load(source=k if name == "k" else v, page=page, last=last, first=j * rows):
+                    def load_box(box):
+                        tokens = rows_of(source, page, block.part, kv_head, box)
+                        target = stage.at[pl.ds(first, box)]
+                        plgpu.copy_gmem_to_smem(tokens, target, launch.barrier("kv_full", ring))
+
+                    by_box(last, load_box)
 
                 if len(inputs.kv) == 1:
                     load()
                 else:
                     pl.when(block.sources[j] == s)(load)
 
-    def rows_of(source, page, part, kv_head):
-        rows = min(page_size, BLOCK_KV)
+    def by_box(last, load_box):
+        """Loads the smallest box with the last live token; what is dead beyond it stays behind.
+
+        A dead page of a live block too: its arrival is waited for.
+        """
+        boxes = [box for box in BOXES if box <= min(page_size, BLOCK_KV)]
+        for smaller, box in zip([None, *boxes], boxes, strict=False):
+            fits = last <= box if smaller is None else (last > smaller) & (last <= box)
+            pl.when(fits)(lambda box=box: load_box(box))
+
+    def rows_of(source, page, part, kv_head, box):
         if len(source.shape) == 3:
             start = pl.multiple_of(page + part * BLOCK_KV, DENSE_ROWS)
-            return source.at[pl.ds(start, rows), kv_head]
-        source = source.at[page + offset, kv_head]
-        if page_size <= BLOCK_KV:
-            return source
-        return source.at[pl.ds(pl.multiple_of(part * BLOCK_KV, BLOCK_KV), BLOCK_KV)]
+            return source.at[pl.ds(start, box), kv_head]
+        start = pl.multiple_of(part * BLOCK_KV, BLOCK_KV) if page_size > BLOCK_KV else 0
+        return source.at[page + offset, kv_head, pl.ds(start, box)]
 
     def run_segment(segment: Segment, step_after, carry):
         cursor, num_queries = carry

@@ -17,7 +17,7 @@ from pallas_kernels.blocks import Block, Cursor, Walk, any_of
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_KV, BLOCK_Q
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
-from pallas_kernels.softmax import Scale, State
+from pallas_kernels.softmax import LN_2, MASKED, State
 
 
 class _Task(NamedTuple):
@@ -144,7 +144,7 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
         block, stage = walk.read(cursor), launch.place("kv", cursor.ring)
         plgpu.barrier_wait(launch.barrier("kv_full", cursor.ring))
         scores = _scores(launch, task, stage, block)
-        state, weights = state.with_scores(scores, Scale.of(launch.logits_scale))
+        state, weights = state.with_scores(scores)
         _drop_dead_values(launch, task, stage, block)
         acc = _add_product(launch, task, state.acc, weights.astype(smem["v"].dtype), stage)
         plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
@@ -160,15 +160,15 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
 
 
 def _scores(launch: Launch, task: _Task, stage, block: Block):
-    """Scores, masked, the first part of their scale applied, [64 query rows, 64 tokens]."""
-    k, scale = launch.smem["k"].at[stage], Scale.of(launch.logits_scale)
+    """Scaled scores in base 2, masked, [64 query rows, 64 tokens]."""
+    k = launch.smem["k"].at[stage]
 
     def product(acc):
         plgpu.wgmma(acc, task.queries, k.transpose((1, 0)))
         return acc[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((BLOCK_Q, BLOCK_KV), jnp.float32))
-    scores = scores if scale.first == 1 else scores * scale.first
+    scores = scores * (launch.logits_scale / LN_2)
     first_row = task.tile * BLOCK_Q
 
     def mask_none(scores):
@@ -180,7 +180,7 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
         )
         mine = (row >= block.row_lo[0]) & (row < block.row_hi[0])
         # A select, not a bias: what is no number must not reach the rows of others.
-        return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, scale.masked)
+        return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, MASKED)
 
     def mask_all(scores):
         # Dead rows of K may hold NaN: select, do not add.
@@ -193,7 +193,7 @@ def _scores(launch: Launch, task: _Task, stage, block: Block):
             (column >= lo) & (column < hi) & (row >= row_lo) & (row < row_hi)
             for lo, hi, row_lo, row_hi in zip(*block[1:5], strict=True)
         )
-        return jnp.where(live, scores, scale.masked)
+        return jnp.where(live, scores, MASKED)
 
     covers = (block.row_lo[0] <= first_row) & (block.row_hi[0] >= first_row + BLOCK_Q)
     masks = jnp.where(block.is_plain(launch.page_size), jnp.where(covers, 0, 1), 2)

@@ -16,7 +16,7 @@ from codec_jax.attention import (
     prepare_plan,
     resolve_plan,
 )
-from codec_jax.kv_cache import KVCache, KVPool, TokenSlots, append
+from codec_jax.kv_cache import KVCache, KVPool, TokenSlots, append, check_values
 from codec_jax.planning.plan import Plan
 
 
@@ -113,7 +113,11 @@ def append_in_one_launch(
 
     No two tokens that are written may have the same page and row. The pool must go whole from layer
     to layer, never as a slice of a larger array: see `pallas_kernels.append.append_rows`.
+
+    Raises:
+      ValueError: as `append` does.
     """
+    check_values(pool, slots, k, v)
     # Loaded here: without a GPU nobody needs Pallas.
     from pallas_kernels.append import append_rows
 

@@ -175,7 +175,12 @@ def append(
     """The pool with the tokens' keys and values written (in place when the pool is donated).
 
     No two tokens that are written may have the same page and row.
+
+    Raises:
+      ValueError: `slots`, `k` and `v` are not of the same tokens, or `k` or `v` has other heads
+        than the pool, or wider ones.
     """
+    check_values(pool, slots, k, v)
     inside = (slots.page >= 0) & (slots.page < pool.num_pages)
     page = jnp.where(inside, slots.page + layer * pool.num_pages, pool.k_pages.shape[0])
 
@@ -186,6 +191,26 @@ def append(
         return pages.at[page, :, slots.row].set(values.astype(pages.dtype), mode="drop")
 
     return dataclasses.replace(pool, k_pages=write(pool.k_pages, k), v_pages=write(pool.v_pages, v))
+
+
+def check_values(pool: KVPool, slots: TokenSlots, k: Array, v: Array) -> None:
+    """Raises ValueError unless the tokens' keys and values fit the pool and their slots.
+
+    What broadcasts would be written without a word, and a kernel would read past the end.
+    """
+    num_tokens, num_kv_heads = slots.page.shape[0], pool.page_shape[0]
+    if slots.row.shape != slots.page.shape:
+        raise ValueError(
+            "`slots` must have a page and a row for each token; got shapes"
+            f" {slots.page.shape} and {slots.row.shape}."
+        )
+    for name, values in (("k", k), ("v", v)):
+        fits = values.ndim == 3 and values.shape[:2] == (num_tokens, num_kv_heads)
+        if not fits or values.shape[2] > pool.head_dim:
+            raise ValueError(
+                f"`{name}` must be [{num_tokens}, {num_kv_heads}, at most {pool.head_dim}]: a row"
+                f" for each token and KV head of the pool; got {values.shape}."
+            )
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

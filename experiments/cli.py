@@ -11,6 +11,10 @@ from absl import flags, logging
 OK, FAILED, WRONG_USE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 
 
+class HelpRequestedError(Exception):
+    """The user asked what the flags are: the message."""
+
+
 class UsageError(Exception):
     """What the user asked for cannot be done; the message is for them, without a traceback."""
 
@@ -30,8 +34,11 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> None:
     """Sets the flags from `argv`, whose first item is the program.
 
     Raises:
+      HelpRequestedError: `--help`, where that is no flag of the program's own.
       UsageError: an unknown flag, a value that it does not take, or an argument that is no flag.
     """
+    if "--help" in argv[1:] and "help" not in flag_values:
+        raise HelpRequestedError(flag_values.get_help(include_special_flags=False))
     try:
         rest = flag_values(list(argv))
     except flags.Error as error:
@@ -65,11 +72,15 @@ def exit_status(command: Callable[[], int]) -> int:
     """The status that `command` returns, or the one of what stopped it.
 
     2 after a `UsageError`, which is one line on standard error; 130 after Ctrl-C; 141 where nobody
-    reads standard output any more.
+    reads standard output any more. Asked for help, it prints the docstring of the module that
+    `command` is from, then the flags.
     """
     try:
         status = command()
         sys.stdout.flush()
+    except HelpRequestedError as help_text:
+        print(sys.modules[command.__module__].__doc__, help_text, sep="\n")
+        return OK
     except UsageError as error:
         say(f"error: {error}")
         return WRONG_USE

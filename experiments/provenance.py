@@ -10,12 +10,7 @@ import jax
 from codec_jax.planning.device import device_slug
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
-_SOURCES = (
-    "pallas_kernels",
-    "codec_jax/planning",
-    "codec_jax/attention.py",
-    "codec_jax/attention_dense.py",
-)
+_SOURCES = ("pallas_kernels", "codec_jax")
 
 
 def source_hash(paths: tuple[str, ...] = _SOURCES) -> str:

@@ -17,7 +17,7 @@ from pallas_kernels.blocks import Cursor, Live, Walk, any_of
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_KV, BLOCK_Q
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
-from pallas_kernels.softmax import Scale, State
+from pallas_kernels.softmax import LN_2, MASKED, State
 
 
 class _Task(NamedTuple):
@@ -162,7 +162,7 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
         if not waits_ahead:
             wait_for(cursor)
         scores = _scores(launch, task, stage, live)
-        state, weights = state.with_scores(scores, Scale.of(launch.logits_scale))
+        state, weights = state.with_scores(scores)
         _drop_dead_values(launch, task, stage, live)
         weights = weights.astype(smem["v"].dtype)
         acc, found = _add_product(
@@ -182,15 +182,15 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
 
 
 def _scores(launch: Launch, task: _Task, stage, live: Live):
-    """Scores, masked, the first part of their scale applied, [64 query rows, 64 tokens]."""
-    k, scale = launch.smem["k"].at[stage], Scale.of(launch.logits_scale)
+    """Scaled scores in base 2, masked, [64 query rows, 64 tokens]."""
+    k = launch.smem["k"].at[stage]
 
     def product(acc):
         plgpu.wgmma(acc, task.queries, k.transpose((1, 0)))
         return acc[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((BLOCK_Q, BLOCK_KV), jnp.float32))
-    scores = scores if scale.first == 1 else scores * scale.first
+    scores = scores * (launch.logits_scale / LN_2)
     first_row = task.tile * BLOCK_Q
 
     def mask_none(scores):
@@ -202,7 +202,7 @@ def _scores(launch: Launch, task: _Task, stage, live: Live):
         )
         mine = (row >= live.row_lo[0]) & (row < live.row_hi[0])
         # A select, not a bias: what is no number must not reach the rows of others.
-        return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, scale.masked)
+        return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, MASKED)
 
     def mask_all(scores):
         # Dead rows of K may hold NaN: select, do not add.
@@ -215,7 +215,7 @@ def _scores(launch: Launch, task: _Task, stage, live: Live):
             (column >= lo) & (column < hi) & (row >= row_lo) & (row < row_hi)
             for lo, hi, row_lo, row_hi in zip(*live, strict=True)
         )
-        return jnp.where(seen, scores, scale.masked)
+        return jnp.where(seen, scores, MASKED)
 
     covers = (live.row_lo[0] <= first_row) & (live.row_hi[0] >= first_row + BLOCK_Q)
     masks = jnp.where(live.is_plain(launch.page_size), jnp.where(covers, 0, 1), 2)

@@ -14,30 +14,6 @@ MASKED = -1e30
 START = -1e29
 """The running maximum before any key: above MASKED, so that exp2(MASKED - START) is 0."""
 LN_2 = math.log(2)
-_LEAST_FACTOR = 1e-6
-"""Below this, a masked product of queries and keys would pass float32's range."""
-
-
-class Scale(NamedTuple):
-    """From products of queries and keys to scores in base 2, in two parts.
-
-    The second part costs nothing: it is fused with the subtraction of the maximum. It must be
-    positive, since it is applied to the maximum too.
-    """
-
-    first: float
-    second: float
-
-    @classmethod
-    def of(cls, logits_scale: float) -> "Scale":
-        """All in the second part, where that is possible."""
-        factor = logits_scale / LN_2
-        return cls(1.0, factor) if factor >= _LEAST_FACTOR else cls(factor, 1.0)
-
-    @property
-    def masked(self) -> float:
-        """What becomes MASKED by the second part."""
-        return MASKED / self.second
 
 
 class State(NamedTuple):
@@ -57,15 +33,16 @@ class State(NamedTuple):
             plgpu.layout_cast(jnp.zeros((BLOCK_Q,), jnp.float32), by_row),
         )
 
-    def with_scores(self, scores, scale: Scale) -> tuple["State", Any]:
+    def with_scores(self, scores) -> tuple["State", Any]:
         """The state whose sums await the values of more keys, and the weights of these.
 
-        Args:
-          scores: [64, keys], the first part of `scale` applied.
+        Scores are `[64, keys]`, scaled. To scale them in the exponent, fused with the subtraction,
+        would cost less; but the rounded maximum is then no score, and the weights of scores beyond
+        2**31 overflow or vanish.
         """
-        top = jnp.maximum(self.top, scores.max(axis=1) * scale.second)
+        top = jnp.maximum(self.top, scores.max(axis=1))
         decay = jnp.exp2(self.top - top)
-        weights = jnp.exp2(scores * scale.second - lax.broadcast_in_dim(top, scores.shape, [0]))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
         total = self.total * decay + weights.sum(axis=1)
         return State(scale_rows(self.acc, decay), top, total), weights
 

@@ -10,6 +10,7 @@ from forests import make_batch, random_token_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from codec_jax.attention_layer import append_in_one_launch
 from codec_jax.forest_arrays import node_order
 from codec_jax.kv_cache import KVCache, KVPool, TokenSlots, append, check_pool, fill_cache
 
@@ -199,3 +200,33 @@ def test_a_cache_is_a_pytree(batch):
     cache = KVCache(KVPool.zeros(2, SHAPE), batch.arrays.page_list, batch.arrays.kv_len)
     assert len(jax.tree.leaves(cache)) == 4
     assert dataclasses.replace(cache, kv_len=cache.kv_len + 1).pool is cache.pool
+
+
+@pytest.mark.parametrize("write", [append, append_in_one_launch])
+@pytest.mark.parametrize(
+    ("argument", "shape"),
+    [
+        ("k", (3, 2, 3)),
+        ("k", (1, 2, 3)),
+        ("k", (2, 1, 3)),
+        ("v", (2, 4, 3)),
+        ("v", (2, 2, 4)),
+        ("v", (2, 6)),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_by_name(write, argument, shape):
+    """Two tokens, two KV heads of width 3: what would broadcast or read past the end."""
+    slots = TokenSlots(jnp.asarray([0, 1]), jnp.asarray([0, 3]))
+    values = {"k": jnp.zeros((2, 2, 3)), "v": jnp.zeros((2, 2, 3)), argument: jnp.zeros(shape)}
+    with pytest.raises(ValueError) as error:
+        write(numbered_pool(), jnp.int32(0), slots, values["k"], values["v"])
+    assert str(error.value).startswith(f"`{argument}` must be [2, 2, at most 3]")
+    assert str(error.value).endswith(f"got {shape}.")
+
+
+@pytest.mark.parametrize("write", [append, append_in_one_launch])
+def test_a_slot_is_a_page_and_a_row(write):
+    slots = TokenSlots(jnp.asarray([0, 1]), jnp.asarray([0]))
+    values = jnp.zeros((2, 2, 3))
+    with pytest.raises(ValueError, match=r"`slots` must have a page and a row for each token"):
+        write(numbered_pool(), jnp.int32(0), slots, values, values)

@@ -1,11 +1,13 @@
 """The committed results of the kernels: one source, nothing skipped, every bound kept."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
 from codec_jax.planning.policies import POLICIES
+from experiments.append_time import BATCHES
 from experiments.json_lines import read_json_lines
 from experiments.kernel_roofline import SPEED_TABLE
 
@@ -22,7 +24,7 @@ def test_the_contract_passed_whole():
 def test_rows_are_of_the_sources_that_passed(name):
     rows = read_json_lines(RESULTS / f"{name}.jsonl")
     assert rows
-    for field in ("device", "jax", "tree_hash"):
+    for field in ("device", "jax", "commit", "tree_hash"):
         assert {row[field] for row in rows} == {GPU_TESTS[field]}
 
 
@@ -45,3 +47,11 @@ def test_every_case_of_the_speed_table_is_measured_and_right():
         assert row["p10_us"] <= row["time_us"] <= row["p90_us"]
         assert row["floor_share"] == pytest.approx(row["floor_us"] / row["time_us"], abs=1e-3)
         assert row["max_rel_err"] < 5e-3
+
+
+def test_writing_is_timed_both_ways_for_every_batch():
+    rows = read_json_lines(RESULTS / "append_time.jsonl")
+    found = [(row["batch_size"], row["implementation"]) for row in rows]
+    assert found == list(itertools.product(BATCHES, ("xla", "mosaic_gpu")))
+    for row in rows:
+        assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]

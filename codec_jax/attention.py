@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from codec_jax.attention_reference import attend_rows_densely
-from codec_jax.attention_rows import Rows, pack_positions, pack_rows, unpack_rows
+from codec_jax.attention_rows import Rows, pack_positions, pack_rows, row_sources, unpack_rows
 from codec_jax.attention_xla import ChunkConfig, attend_rows
 from codec_jax.kv_cache import KVCache, KVPool
 from codec_jax.partial import Partial
@@ -33,10 +33,12 @@ class PreparedPlan:
 
     Attributes:
       plan: the plan.
+      row_sources: which query each packed row holds, see `row_sources`.
       tables: the kernels' tables, the steps still empty; None for the others.
     """
 
     plan: Plan
+    row_sources: Int32[Array, " rows"]
     tables: Tables | None = None
 
 
@@ -110,9 +112,8 @@ def _attend(q, kv: KVCache, plan: Plan, layer, *, logits_scale, implementation) 
 
 def prepare_plan(plan: Plan, *, implementation: str) -> PreparedPlan:
     """The plan with the tables of that implementation."""
-    if implementation != "mosaic_gpu":
-        return PreparedPlan(plan)
-    return PreparedPlan(plan, kernel_tables(plan))
+    tables = kernel_tables(plan) if implementation == "mosaic_gpu" else None
+    return PreparedPlan(plan, row_sources(plan), tables)
 
 
 def kernel_tables(plan: Plan) -> Tables:
@@ -184,17 +185,18 @@ def attend_resolved(
 
     The pool's head_dim may be larger than q's: keys and values are padded with zeros there.
     """
-    plan, head_dim = resolved.prepared.plan, q.shape[-1]
+    prepared, head_dim = resolved.prepared, q.shape[-1]
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, pool.head_dim - head_dim)))
     partial = attend_packed(
-        pack_rows(padded, plan),
+        pack_rows(padded, prepared.plan, prepared.row_sources),
         pool,
         resolved,
         layer,
         logits_scale=logits_scale,
         implementation=implementation,
     )
-    return unpack_rows(Partial(partial.out[..., :head_dim], partial.lse), plan, dtype=q.dtype)
+    cut = Partial(partial.out[..., :head_dim], partial.lse)
+    return unpack_rows(cut, prepared.plan, dtype=q.dtype)
 
 
 def attend_packed(

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from codec_jax.partial import Partial
 from codec_jax.planning.plan import Plan
+from codec_jax.planning.scans import iota
 from codec_jax.planning.spec import TILE_ROWS
 
 
@@ -22,15 +23,29 @@ class Rows(NamedTuple):
     position: Int32[Array, " rows"] | None = None
 
 
+def row_sources(plan: Plan) -> Int32[Array, " rows"]:
+    """Which query of its KV head each packed row holds, counted over batch rows and their groups.
+
+    Past the last one for padding rows. Made once a plan: to gather queries by it is one pass, which
+    XLA joins with what makes them; to scatter them by `packed_row` would be three.
+    """
+    count = plan.packed_row.size
+    padding = jnp.full(plan.num_tiles * TILE_ROWS, count, jnp.int32)
+    return padding.at[plan.packed_row].set(iota(count).reshape(plan.packed_row.shape), mode="drop")
+
+
 def pack_rows(
-    q: Float[Array, "batch num_q_heads head_dim"], plan: Plan
+    q: Float[Array, "batch num_q_heads head_dim"],
+    plan: Plan,
+    sources: Int32[Array, " rows"] | None = None,
 ) -> Float[Array, "num_kv_heads rows head_dim"]:
-    """Queries at their packed rows; zeros in padding rows."""
+    """Queries at their packed rows, zeros in padding rows; `sources` are those of the plan."""
     batch, group = plan.packed_row.shape
     grouped = q.reshape(batch, plan.num_kv_heads, group, q.shape[-1])
-    rows = jnp.zeros((plan.num_kv_heads, plan.num_tiles * TILE_ROWS, q.shape[-1]), q.dtype)
-    # [batch, heads, group, ...] to [heads, batch, group, ...]
-    return rows.at[:, plan.packed_row].set(jnp.swapaxes(grouped, 0, 1), mode="drop")
+    # [batch, heads, group, ...] to [heads, batch * group, ...]
+    by_head = jnp.swapaxes(grouped, 0, 1).reshape(plan.num_kv_heads, batch * group, q.shape[-1])
+    sources = row_sources(plan) if sources is None else sources
+    return by_head.at[:, sources].get(mode="fill", fill_value=0)
 
 
 def pack_positions(position: Int32[Array, " batch"], plan: Plan) -> Int32[Array, " rows"]:

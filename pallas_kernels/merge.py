@@ -1,8 +1,8 @@
 """Merging partial results by log-sum-exp: one launch on a Hopper GPU.
 
-A thread block owns 8 rows by 64 columns of one KV head. The slots of a tile are one run, and the
-block goes through them in that order, some at a time: their weights from their log-sum-exps first,
-then their outputs, whose loads are in flight together. The same bits every time. What was not
+A thread block owns 8 rows by 64 or 128 columns of one KV head. The slots of a tile are one run, and
+the block goes through them in that order, some at a time: their weights from their log-sum-exps
+first, then their outputs, whose loads are in flight together. The same bits every time. What was not
 written is selected away, never multiplied. A tile with a single slot has its final result already;
 one with none gets a log-sum-exp of -inf, and its output is left as it is. The launch overlaps the
 end of the kernel before it (programmatic dependent launch).
@@ -12,6 +12,8 @@ the loads of a round of slots follow those of the round before.
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,18 +24,31 @@ from jaxtyping import Array, Float32, Int32
 from pallas_kernels.compat import plgpu, rows_of_8_layout, store
 from pallas_kernels.config import BLOCK_Q
 
-BLOCK_ROWS, BLOCK_COLUMNS = 8, 64
+BLOCK_ROWS = 8
 """Of a thread block: loads are long, and there are blocks for all processors."""
-ROUNDS = (18, 6)
-"""Slots whose loads are in flight together: of a tile with many slots, and of the last few.
-
-A round takes about 0.8 us on an H200, however many slots it has; too many waste loads.
-"""
-ROUNDS_OF_MANY = (6, 6)
-"""The same where there are many thread blocks: fewer registers let more of them run at a time."""
 FEW_BLOCKS = 1024
 EMPTY = -1e30
 """A finite stand-in for the log-sum-exp of an empty slot: exp(-inf - -inf) is NaN."""
+
+
+class Share(NamedTuple):
+    """What a thread block does.
+
+    Attributes:
+      columns: of its 8 rows.
+      rounds: slots whose loads are in flight together, of a tile with many slots and of the last
+        few. A round takes about 0.8 us on an H200, however many slots it has; too many waste loads.
+    """
+
+    columns: int
+    rounds: tuple[int, int]
+
+    @classmethod
+    def of(cls, num_rows: int, head_dim: int) -> "Share":
+        """The shortest way where all blocks run at once; else fewer blocks with fewer registers."""
+        if num_rows // BLOCK_ROWS * (head_dim // 64) <= FEW_BLOCKS:
+            return cls(64, (18, 6))
+        return cls(math.gcd(head_dim, 128), (6, 6))
 
 
 def _kernel(
@@ -45,11 +60,11 @@ def _kernel(
     merged_gmem,  # [num_kv_heads, rows, head_dim] float32
     merged_lse_gmem,  # [num_kv_heads, rows] float32
     *,
-    rounds: tuple[int, int],
+    share: Share,
     interpretable: bool,
 ):
     num_kv_heads, _, head_dim = merged_gmem.shape
-    rest, part = _divide(lax.axis_index("block"), head_dim // BLOCK_COLUMNS)
+    rest, part = _divide(lax.axis_index("block"), head_dim // share.columns)
     block, kv_head = _divide(rest, num_kv_heads)
     tile, in_tile = _divide(block, BLOCK_Q // BLOCK_ROWS)
     pair = tile * num_kv_heads + kv_head
@@ -58,7 +73,7 @@ def _kernel(
     if not interpretable:
         plgpu.griddepcontrol_wait()
     in_slot, in_all = _range(in_tile, BLOCK_ROWS), _range(block, BLOCK_ROWS)
-    columns = _range(part, BLOCK_COLUMNS)
+    columns = _range(part, share.columns)
     by_element = rows_of_8_layout()
     by_row = by_element.reduce(1)
 
@@ -92,13 +107,13 @@ def _kernel(
 
     @pl.when(last - first > 1)
     def _merge():
-        shape = (BLOCK_ROWS, BLOCK_COLUMNS)
+        shape = (BLOCK_ROWS, share.columns)
         carry = (
             full(shape[:1], EMPTY, by_row),
             full(shape, 0, by_element),
             full(shape[:1], 0, by_row),
         )
-        long, short = rounds
+        long, short = share.rounds
         num_long = lax.div(jnp.maximum(last - first - short, 0) + (long - 1), jnp.int32(long))
         rest = first + num_long * long
         carry = lax.fori_loop(
@@ -147,11 +162,11 @@ def merge_partials(
       interpretable: for the Mosaic interpreter, which knows no launch but this one.
     """
     num_kv_heads, rows, head_dim = merged[0].shape
+    share = Share.of(num_kv_heads * rows, head_dim)
     # One long axis, tile by tile: those without slots come last.
-    num_blocks = num_kv_heads * (rows // BLOCK_ROWS) * (head_dim // BLOCK_COLUMNS)
-    rounds = ROUNDS if num_blocks <= FEW_BLOCKS else ROUNDS_OF_MANY
+    num_blocks = num_kv_heads * (rows // BLOCK_ROWS) * (head_dim // share.columns)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, rounds=rounds, interpretable=interpretable),
+        functools.partial(_kernel, share=share, interpretable=interpretable),
         out_type=(),
         grid=(num_blocks,),
         grid_names=("block",),

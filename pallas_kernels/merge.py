@@ -2,10 +2,10 @@
 
 A thread block owns 8 rows by 64 or 128 columns of one KV head. The slots of a tile are one run, and
 the block goes through them in that order, some at a time: their weights from their log-sum-exps
-first, then their outputs, whose loads are in flight together. The same bits every time. What was not
-written is selected away, never multiplied. A tile with a single slot has its final result already;
-one with none gets a log-sum-exp of -inf, and its output is left as it is. The launch overlaps the
-end of the kernel before it (programmatic dependent launch).
+first, then their outputs, whose loads are in flight together. The same bits every time. What was
+not written is selected away, never multiplied. A tile with a single slot has its final result
+already; one with none gets a log-sum-exp of -inf, and its output is left as it is. The launch
+overlaps the end of the kernel before it (programmatic dependent launch).
 
 Memory traffic: each slot once, 64 * (head_dim + 1) * 4 bytes; the result once. The time is latency:
 the loads of a round of slots follow those of the round before.

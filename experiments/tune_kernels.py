@@ -40,7 +40,7 @@ from experiments.json_lines import check_writable
 from experiments.provenance import provenance
 from experiments.timing import time_calls
 from experiments.workloads import Workload, load_workloads
-from pallas_kernels.config import MAX_SHARED_BYTES, KernelConfig
+from pallas_kernels.config import MAX_HEAD_DIM_IN_REGISTERS, MAX_SHARED_BYTES, KernelConfig
 from pallas_kernels.tuning import FOLDER, Shape
 
 CASES = ("matrix-bound-b256", "codec-vary-batch-64", "codec-vary-depth-6", "deep-binary")
@@ -90,9 +90,10 @@ class TuneConfig:
 def candidates(shape: Shape) -> list[KernelConfig]:
     """The configurations of two compute warpgroups that fit, the heuristic one first."""
     heuristic = KernelConfig.heuristic(shape.head_dim, shape.dtype)
+    places = (False, True) if shape.head_dim <= MAX_HEAD_DIM_IN_REGISTERS else (False,)
     others = (
         KernelConfig(num_stages=stages, num_query_buffers=buffers, queries_in_registers=registers)
-        for stages, buffers, registers in itertools.product((2, 3, 4, 5), (2, 3, 4), (False, True))
+        for stages, buffers, registers in itertools.product((2, 3, 4, 5), (2, 3, 4), places)
     )
     fitting = (c for c in others if c.shared_bytes(shape.head_dim, shape.dtype) <= MAX_SHARED_BYTES)
     return list(dict.fromkeys([heuristic, *fitting]))

@@ -1,6 +1,7 @@
 """What every test runs under: strict JAX, no GPU test without a GPU, repeatable hypothesis."""
 
 import os
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -18,6 +19,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+MAPPINGS = Path("/proc/self/maps")
+MAX_MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Keeps a process that runs many modules below Linux's 65,530 memory mappings.
+
+    XLA holds several for every program that it has compiled, and crashes where there are no more.
+    """
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MAX_MAPPINGS:
+        jax.clear_caches()
 
 
 CHAT_MODEL_VARIABLE = "CODEC_JAX_CHAT_MODEL"

@@ -22,6 +22,15 @@ def test_candidates_fit_and_start_with_the_heuristic(head_dim):
     assert max(c.shared_bytes(head_dim, "bfloat16") for c in tried) <= MAX_SHARED_BYTES
 
 
+def test_wide_heads_leave_no_registers_for_queries():
+    def places(head_dim):
+        shape = Shape("bfloat16", head_dim, 64)
+        return {config.queries_in_registers for config in candidates(shape)}
+
+    assert places(128) == {False, True}
+    assert places(192) == places(256) == {False}
+
+
 def test_the_best_has_the_smallest_geometric_mean():
     a, b, c = (KernelConfig(num_stages=stages) for stages in (2, 3, 4))
     assert best_of({a: [10.0, 10.0], b: [1.0, 90.0], c: [30.0, 4.0]}) == b

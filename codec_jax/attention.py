@@ -380,11 +380,11 @@ def _check_shapes(q, kv: KVCache, plan: Plan, *, implementation: str) -> None:
         )
 
 
-def check_view(page_list, kv_len, plan: Plan) -> None:
+def check_view(page_list, kv_len, plan: Plan, *, argument: str = "kv") -> None:
     """Raises ValueError where a batch's view of the pool is not of the plan's forest."""
     sizes = (page_list.shape, kv_len.shape)
     if sizes != ((plan.num_page_entries,), (plan.num_nodes,)):
         raise ValueError(
-            f"`kv` must hold the {plan.num_page_entries} page entries and {plan.num_nodes} nodes of"
-            f" the plan's forest; got page_list {sizes[0]} and kv_len {sizes[1]}."
+            f"`{argument}` must hold the {plan.num_page_entries} page entries and {plan.num_nodes}"
+            f" nodes of the plan's forest; got page_list {sizes[0]} and kv_len {sizes[1]}."
         )

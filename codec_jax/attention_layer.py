@@ -57,7 +57,7 @@ def step_attention(
     # Before any layer: one that is traced by itself must not make what others use.
     may_be_kernels = jax.default_backend() == "gpu" and implementation in (None, "mosaic_gpu")
     prepared = prepare_plan(plan, implementation="mosaic_gpu" if may_be_kernels else "xla")
-    check_view(view.page_list, view.kv_len, plan)
+    check_view(view.page_list, view.kv_len, plan, argument="view")
     resolved = resolve_plan(prepared, view.page_list, view.kv_len, page_size=plan.page_size)
 
     def attention(layer, q, k, v, pool: KVPool):

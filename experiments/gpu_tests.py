@@ -2,8 +2,8 @@
 
     python -m experiments.gpu_tests --output experiments/results/nvidia-h200/gpu_tests.json
 
-Fields: passed, failed, skipped, seconds, device, jax, commit, tree_hash (of the kernels and the
-planner), date. Exit status 0 only if something passed and nothing failed or was skipped.
+Fields: passed, failed, skipped, seconds, device, jax, commit, tree_hash (of the library and the
+kernels), date. Exit status 0 only if something passed and nothing failed or was skipped.
 """
 
 import dataclasses

@@ -144,6 +144,7 @@ def run_plot(
         figure.savefig(str(paths["output"]), format="png", metadata=metadata)
         return OK
 
+    command.__module__ = draw.__module__  # whose docstring `--help` prints
     return exit_status(command)
 
 

@@ -14,11 +14,14 @@ _SOURCES = ("pallas_kernels", "codec_jax")
 
 
 def source_hash(paths: tuple[str, ...] = _SOURCES) -> str:
-    """SHA-256 over the names and contents of the Python files below these paths."""
+    """SHA-256 over names and contents of the files below these paths that decide what runs.
+
+    Python, and JSON: tuned configurations and measured costs.
+    """
     digest = hashlib.sha256()
     for path in paths:
-        top = _REPOSITORY / path
-        for file in sorted(top.rglob("*.py")) if top.is_dir() else [top]:
+        found = (_REPOSITORY / path).rglob("*")
+        for file in sorted(file for file in found if file.suffix in (".py", ".json")):
             digest.update(str(file.relative_to(_REPOSITORY)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

@@ -1,10 +1,10 @@
 """The compute warpgroups: attention of 64 query rows over a segment's blocks.
 
-S = Q K^T, queries and weights from registers, keys and values from shared memory, O += P V. With
-two of them, a segment of two tiles gives each its tile, and both read every block; a segment of one
-tile gives each every other block, and the one that is done first hands its state to the other.
-Every warpgroup waits for every arrival and lets go of every buffer; what is outside its share it
-only passes by.
+S = Q K^T, queries from registers where there is room for them, O += P V, weights from registers.
+With two of them, a segment of two tiles gives each its tile, and both read every block; a segment
+of one tile gives each every other block, and the one that is done first hands its state to the
+other. Every warpgroup waits for every arrival and lets go of every buffer; what is outside its
+share it only passes by.
 """
 
 from typing import Any, NamedTuple

@@ -61,8 +61,14 @@ def test_layers_that_are_traced_by_themselves_share_one_plan():
 
 WRONG = {
     "no view": (lambda view: tuple(view), "`view` must be a StepView; got tuple"),
-    "lengths": (lambda view: view._replace(kv_len=view.kv_len[:2]), "page entries and"),
-    "pages": (lambda view: view._replace(page_list=view.page_list[:3]), "page entries and"),
+    "lengths": (
+        lambda view: view._replace(kv_len=view.kv_len[:2]),
+        "`view` must hold the .* page entries",
+    ),
+    "pages": (
+        lambda view: view._replace(page_list=view.page_list[:3]),
+        "`view` must hold the .* page entries",
+    ),
 }
 
 

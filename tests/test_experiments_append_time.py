@@ -15,10 +15,3 @@ def test_smoke_writes_a_row_for_each_batch(tmp_path):
 def test_timing_is_refused_without_a_gpu(capsys):
     assert append_time.main(["append_time"]) == 2
     assert "timing needs a GPU; `--smoke` runs anywhere." in capsys.readouterr().err
-
-
-def test_help_names_the_flags_and_what_the_rows_are(capsys):
-    assert append_time.main(["append_time", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert append_time.__doc__ in text
-    assert "--[no]smoke" in text and "--output" in text

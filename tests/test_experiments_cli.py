@@ -1,0 +1,29 @@
+"""What every experiment's command line has in common."""
+
+import importlib
+
+import pytest
+
+from experiments import provenance
+
+NAMES = """append_time check_prediction compare_implementations generate gpu_tests kernel_roofline
+planner_ablation planning_time plot_ablation plot_plan plot_roofline profile_cost tune_kernels"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_help_is_the_experiments_own_docstring_and_its_flags(name, capsys):
+    module = importlib.import_module(f"experiments.{name}")
+    assert module.main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(module.__doc__) and "--output" in text
+
+
+@pytest.mark.parametrize("name", ["a.py", "data/some-gpu.json"])
+def test_the_hash_of_the_sources_sees_code_and_tuned_data(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "_REPOSITORY", tmp_path)
+    file = tmp_path / "package" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("1")
+    before = provenance.source_hash(("package",))
+    file.write_text("2")
+    assert provenance.source_hash(("package",)) != before

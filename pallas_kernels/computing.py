@@ -17,7 +17,7 @@ from pallas_kernels.blocks import Cursor, Live, Walk, any_of
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_KV, BLOCK_Q
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
-from pallas_kernels.softmax import LN_2, MASKED, State
+from pallas_kernels.softmax import MASKED, Scale, State
 
 
 class _Task(NamedTuple):
@@ -83,7 +83,7 @@ def compute_segments(launch: Launch, warpgroup) -> None:
 
         @pl.when(is_split & is_last)
         def _():
-            _write(launch, segment, task, state.merged(_take_over(launch)))
+            _write(launch, segment, task, state.merged(_take_over(launch), launch.scale))
 
         handed = jnp.where(is_split, jnp.int32(1), jnp.int32(0))
         return cursor, num_queries + segment.num_tiles, num_handed + handed
@@ -162,7 +162,7 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
         if not waits_ahead:
             wait_for(cursor)
         scores = _scores(launch, task, stage, live)
-        state, weights = state.with_scores(scores)
+        state, weights = state.with_scores(scores, launch.scale)
         _drop_dead_values(launch, task, stage, live)
         weights = weights.astype(smem["v"].dtype)
         acc, found = _add_product(
@@ -182,7 +182,7 @@ def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state
 
 
 def _scores(launch: Launch, task: _Task, stage, live: Live):
-    """Scaled scores in base 2, masked, [64 query rows, 64 tokens]."""
+    """Scores, masked, the first part of their scale applied, [64 query rows, 64 tokens]."""
     k = launch.smem["k"].at[stage]
 
     def product(acc):
@@ -190,7 +190,7 @@ def _scores(launch: Launch, task: _Task, stage, live: Live):
         return acc[...]
 
     scores = pl.run_scoped(product, plgpu.ACC((BLOCK_Q, BLOCK_KV), jnp.float32))
-    scores = scores * (launch.logits_scale / LN_2)
+    scores = scores if launch.scale.first == 1 else scores * launch.scale.first
     first_row = task.tile * BLOCK_Q
 
     def mask_none(scores):
@@ -306,7 +306,7 @@ def _take_over(launch: Launch) -> State:
 
 def _write(launch: Launch, segment: Segment, task: _Task, state: State) -> None:
     """The task's result to its slot, or to its final place if the tile has no other slot."""
-    out, lse = state.normalised()
+    out, lse = state.normalised(launch.scale)
     outputs, second = launch.outputs, task.tile - segment.tile
     slot = jnp.where(second == 0, segment.slot, segment.second_slot)
     is_final = (lax.shift_right_logical(segment.final, second) & 1) == 1

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.config import KernelConfig
+from pallas_kernels.softmax import Scale
 from pallas_kernels.tables import WorkerTable
 
 
@@ -51,6 +52,11 @@ class Launch:
     page_size: int
     logits_scale: float
     config: KernelConfig
+
+    @property
+    def scale(self) -> Scale:
+        """From products of queries and keys to scores in base 2."""
+        return Scale.of(self.logits_scale)
 
     def num_buffers(self, name: str) -> int:
         """How many buffers a ring has: "q", "kv" or "steps"."""

@@ -1,7 +1,6 @@
 """Blocks of 64 KV tokens: several small pages gathered, or a part of a large one.
 
-Read from the steps in shared memory by every warpgroup of the kernel, so that all agree on what is
-live.
+Read by the memory warpgroup from the steps in shared memory.
 """
 
 import functools
@@ -61,24 +60,22 @@ def any_of(masks: Iterable):
 
 
 class Cursor(NamedTuple):
-    """Where a warpgroup is.
+    """Where the memory warpgroup is.
 
     Attributes:
       block: of the segment.
       chunk: of the step table, counted over all segments.
-      ring: live blocks before this one over all segments: its stage, modulo their number.
-      live: live blocks before this one in the segment.
+      ring: blocks passed on before this one, over all segments: its stage, modulo their number.
     """
 
     block: Any
     chunk: Any
     ring: Any
-    live: Any
 
     @classmethod
     def start(cls) -> "Cursor":
         """Before the first segment."""
-        return cls(jnp.int32(0), jnp.int32(-1), jnp.int32(0), jnp.int32(0))
+        return cls(jnp.int32(0), jnp.int32(-1), jnp.int32(0))
 
 
 class Walk(NamedTuple):
@@ -89,7 +86,7 @@ class Walk(NamedTuple):
       num_steps: of the segment.
       page_size: tokens of a page.
       num_sources: that pages can lie in.
-      enter, leave: called with the number of the chunk that is read next, or not read any more.
+      enter: called with the number of the chunk that is read next.
     """
 
     steps: Any
@@ -97,7 +94,6 @@ class Walk(NamedTuple):
     page_size: int
     num_sources: int
     enter: Callable[[Any], None]
-    leave: Callable[[Any], None]
 
     @property
     def pages_per_block(self) -> int:
@@ -116,25 +112,26 @@ class Walk(NamedTuple):
 
     @property
     def num_blocks(self):
-        """Blocks of the segment."""
-        if self.pages_per_block == 1:
-            return self.num_steps * self.blocks_per_page
-        pages = jnp.int32(self.pages_per_block)
-        return lax.div(self.num_steps + (pages - 1), pages)
+        """Blocks of the segment; a dead one if it has no steps."""
+        blocks = self.num_steps * self.blocks_per_page
+        if self.pages_per_block > 1:
+            pages = jnp.int32(self.pages_per_block)
+            blocks = lax.div(self.num_steps + (pages - 1), pages)
+        return jnp.maximum(blocks, 1)
 
     def begin(self, cursor: Cursor) -> Cursor:
         """At the segment's first block."""
         chunk = cursor.chunk + 1
         self.enter(chunk)
-        return cursor._replace(block=jnp.int32(0), chunk=chunk, live=jnp.int32(0))
-
-    def end(self, cursor: Cursor) -> None:
-        """Past the segment's last block."""
-        self.leave(cursor.chunk)
+        return cursor._replace(block=jnp.int32(0), chunk=chunk)
 
     def is_inside(self, cursor: Cursor):
         """Whether there is a block here."""
         return cursor.block < self.num_blocks
+
+    def is_last(self, cursor: Cursor):
+        """Whether the block here is the segment's last."""
+        return cursor.block == self.num_blocks - 1
 
     def is_first_of_chunk(self, cursor: Cursor):
         """Whether the block here is a chunk's first."""
@@ -167,15 +164,14 @@ class Walk(NamedTuple):
         pages, col_lo, col_hi, row_lo, row_hi, sources = zip(*columns, strict=True)
         return Block(pages, Live(col_lo, col_hi, row_lo, row_hi), part, sources)
 
-    def skip(self, cursor: Cursor, *, is_live) -> Cursor:
+    def skip(self, cursor: Cursor, *, is_passed_on) -> Cursor:
         """At the next block."""
-        one = jnp.where(is_live, jnp.int32(1), jnp.int32(0))
-        cursor = Cursor(cursor.block + 1, cursor.chunk, cursor.ring + one, cursor.live + one)
+        one = jnp.where(is_passed_on, jnp.int32(1), jnp.int32(0))
+        cursor = Cursor(cursor.block + 1, cursor.chunk, cursor.ring + one)
         crosses = self.is_first_of_chunk(cursor) & self.is_inside(cursor)
 
         @pl.when(crosses)
         def _():
-            self.leave(cursor.chunk)
             self.enter(cursor.chunk + 1)
 
         chunk = cursor.chunk + jnp.where(crosses, jnp.int32(1), jnp.int32(0))

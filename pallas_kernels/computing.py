@@ -4,7 +4,7 @@ S = Q K^T, queries from registers where there is room for them, O += P V, weight
 With two of them, a segment of two tiles gives each its tile, and both read every block; a segment
 of one tile gives each every other block, and the one that is done first hands its state to the
 other. Every warpgroup waits for every arrival and lets go of every buffer; what is outside its
-share it only passes by.
+share it only passes by. What a block is, its label says (`labels`).
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +13,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import Cursor, Live, Walk, any_of
+from pallas_kernels.blocks import any_of
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_KV, BLOCK_Q
+from pallas_kernels.labels import PARTLY, PLAIN, Label, read_label, read_live
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
-from pallas_kernels.softmax import MASKED, Scale, State
+from pallas_kernels.softmax import MASKED, State
 
 
 class _Task(NamedTuple):
@@ -35,9 +36,23 @@ class _Task(NamedTuple):
     tile: Any
     queries: Any
 
-    def has(self, cursor: Cursor):
-        """Whether a live block is this warpgroup's."""
-        return self.is_wide | ((cursor.live & 1) == self.warpgroup)
+    def has(self, ring):
+        """Whether the block is this warpgroup's."""
+        return self.is_wide | ((ring & 1) == self.warpgroup)
+
+
+class _Place(NamedTuple):
+    """Where a warpgroup is.
+
+    Attributes:
+      ring: blocks before this one, over all segments.
+      is_past: 1 past the segment's last block, else 0.
+      label: the block's; past the last one, that one's.
+    """
+
+    ring: Any
+    is_past: Any
+    label: Label
 
 
 def compute_segments(launch: Launch, warpgroup) -> None:
@@ -48,7 +63,7 @@ def compute_segments(launch: Launch, warpgroup) -> None:
 
     def run_segment(segment: Segment, step_after, carry):
         del step_after
-        cursor, num_queries, num_handed = carry
+        ring, num_queries, num_handed = carry
         is_wide = segment.num_tiles > 1 if is_pair else jnp.bool_(True)
         mine = jnp.where(is_wide, warpgroup, 0) if is_pair else jnp.int32(0)
         _for_queries(launch, segment, lambda t: wait_for("q", num_queries + t))
@@ -58,20 +73,20 @@ def compute_segments(launch: Launch, warpgroup) -> None:
             queries = plgpu.load(queries, layout=plgpu.Layout.WGMMA, optimized=False)
             _for_queries(launch, segment, lambda t: let_go("q", num_queries + t))
         task = _Task(warpgroup, is_wide, segment.tile + mine, queries)
-        cursor, state = _attend(launch, segment, task, cursor, State.empty(head_dim))
+        end, state = _attend(launch, task, ring, State.empty(head_dim))
         if not in_registers:
             _for_queries(launch, segment, lambda t: let_go("q", num_queries + t))
         if not is_pair:
             _write(launch, segment, task, state)
-            return cursor, num_queries + segment.num_tiles, num_handed
-
-        @pl.when(is_wide | ((cursor.live < 2) & (warpgroup == 0)))
-        def _():
-            _write(launch, segment, task, state)
+            return end, num_queries + segment.num_tiles, num_handed
 
         # There is nothing to hand over if there was but one block.
-        is_split = ~is_wide & (cursor.live > 1)
-        is_last = ((cursor.live - 1) & 1) == warpgroup
+        is_split = ~is_wide & (end - ring > 1)
+        is_last = task.has(end - 1)
+
+        @pl.when(is_last & ~is_split)
+        def _():
+            _write(launch, segment, task, state)
 
         @pl.when(is_split & (num_handed > 0))
         def _():
@@ -86,7 +101,7 @@ def compute_segments(launch: Launch, warpgroup) -> None:
             _write(launch, segment, task, state.merged(_take_over(launch), launch.scale))
 
         handed = jnp.where(is_split, jnp.int32(1), jnp.int32(0))
-        return cursor, num_queries + segment.num_tiles, num_handed + handed
+        return end, num_queries + segment.num_tiles, num_handed + handed
 
     def wait_for(name, count):
         plgpu.barrier_wait(launch.barrier(f"{name}_full", count))
@@ -94,7 +109,7 @@ def compute_segments(launch: Launch, warpgroup) -> None:
     def let_go(name, count):
         plgpu.barrier_arrive(launch.barrier(f"{name}_free", count))
 
-    start = (Cursor.start(), jnp.int32(0), jnp.int32(0))
+    start = (jnp.int32(0), jnp.int32(0), jnp.int32(0))
     _, _, num_handed = over_segments(launch, read_work(launch), run_segment, start)
     if is_pair:
 
@@ -113,75 +128,58 @@ def _for_queries(launch: Launch, segment: Segment, action) -> None:
             action(1)
 
 
-def _attend(launch: Launch, segment: Segment, task: _Task, cursor: Cursor, state: State):
-    """The cursor past the segment, and the state with the task's blocks."""
-    smem, page_size = launch.smem, launch.page_size
+def _attend(launch: Launch, task: _Task, ring, state: State):
+    """The number of the block past the segment, and the state with the task's blocks."""
+    labels = launch.smem["labels"]
 
-    def enter(chunk):
-        plgpu.barrier_wait(launch.barrier("steps_full", chunk))
+    def let_go(ring):
+        plgpu.barrier_arrive(launch.barrier("kv_free", ring))
 
-    def leave(chunk):
-        plgpu.barrier_arrive(launch.barrier("steps_free", chunk))
+    def look(ring):
+        plgpu.barrier_wait(launch.barrier("kv_full", ring))
+        return _Place(ring, jnp.int32(0), read_label(labels, launch.place("kv", ring)))
 
-    # Where a page lies is the memory warpgroup's business.
-    walk = Walk(smem["steps"], segment.num_steps, page_size, 1, enter, leave)
+    def after(place: _Place):
+        past = _Place(place.ring + 1, jnp.int32(1), place.label)
+        return lax.cond(place.label.is_last == 1, lambda: past, lambda: look(place.ring + 1))
 
-    def is_foreign(cursor: Cursor):
-        return walk.is_inside(cursor) & ~(walk.read(cursor).live.is_live() & task.has(cursor))
+    def pass_by(place: _Place):
+        let_go(place.ring)
+        return after(place)
 
-    def pass_by(cursor: Cursor):
-        is_live = walk.read(cursor).live.is_live()
-
-        @pl.when(is_live)
-        def _():
-            plgpu.barrier_wait(launch.barrier("kv_full", cursor.ring))
-            plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
-
-        return walk.skip(cursor, is_live=is_live)
-
-    def stop_at_mine(cursor: Cursor):
-        """The next of this warpgroup's blocks, and what of it is live; past the end, anything."""
-        cursor = lax.while_loop(is_foreign, pass_by, cursor)
-        return cursor, walk.read(cursor).live
-
-    def wait_for(cursor: Cursor):
-        plgpu.barrier_wait(launch.barrier("kv_full", cursor.ring))
+    def stop_at_mine(place: _Place):
+        """At most one block of the other's lies between two of this warpgroup's."""
+        is_foreign = (place.is_past == 0) & ~task.has(place.ring)
+        return lax.cond(is_foreign, pass_by, lambda place: place, place)
 
     # With two stages, a foreign block holds the other one: the next can come only after this one.
-    waits_ahead = launch.config.num_stages > 2
-
-    def find_next(cursor: Cursor):
-        found = stop_at_mine(walk.skip(cursor, is_live=True))
-        if waits_ahead:
-            pl.when(walk.is_inside(found[0]))(lambda: wait_for(found[0]))
-        return found
+    looks_ahead = launch.config.num_stages > 2
 
     def run_block(carry):
-        (cursor, live), state = carry
-        stage = launch.place("kv", cursor.ring)
-        if not waits_ahead:
-            wait_for(cursor)
-        scores = _scores(launch, task, stage, live)
+        place, state = carry
+        stage = launch.place("kv", place.ring)
+        scores = _scores(launch, task, stage, place.label)
         state, weights = state.with_scores(scores, launch.scale)
-        _drop_dead_values(launch, task, stage, live)
-        weights = weights.astype(smem["v"].dtype)
-        acc, found = _add_product(
-            launch, task, state.acc, weights, stage, meanwhile=lambda: find_next(cursor)
+        _drop_dead_values(launch, task, stage, place.label)
+        acc, following = _add_product(
+            launch,
+            task,
+            state.acc,
+            weights.astype(launch.smem["v"].dtype),
+            stage,
+            meanwhile=(lambda: stop_at_mine(after(place))) if looks_ahead else lambda: None,
         )
-        plgpu.barrier_arrive(launch.barrier("kv_free", cursor.ring))
-        return found, state._replace(acc=acc)
+        let_go(place.ring)
+        state = state._replace(acc=acc)
+        return following if looks_ahead else stop_at_mine(after(place)), state
 
-    found = stop_at_mine(walk.begin(cursor))
-    if waits_ahead:
-        pl.when(walk.is_inside(found[0]))(lambda: wait_for(found[0]))
-    (cursor, _), state = lax.while_loop(
-        lambda carry: walk.is_inside(carry[0][0]), run_block, (found, state)
+    place, state = lax.while_loop(
+        lambda carry: carry[0].is_past == 0, run_block, (stop_at_mine(look(ring)), state)
     )
-    walk.end(cursor)
-    return cursor, state
+    return place.ring, state
 
 
-def _scores(launch: Launch, task: _Task, stage, live: Live):
+def _scores(launch: Launch, task: _Task, stage, label: Label):
     """Scores, masked, the first part of their scale applied, [64 query rows, 64 tokens]."""
     k = launch.smem["k"].at[stage]
 
@@ -200,7 +198,7 @@ def _scores(launch: Launch, task: _Task, stage, live: Live):
         row = first_row + plgpu.broadcasted_iota(
             jnp.int32, (BLOCK_Q,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
         )
-        mine = (row >= live.row_lo[0]) & (row < live.row_hi[0])
+        mine = (row >= label.row_lo) & (row < label.row_hi)
         # A select, not a bias: what is no number must not reach the rows of others.
         return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, MASKED)
 
@@ -211,18 +209,19 @@ def _scores(launch: Launch, task: _Task, stage, live: Live):
             for axis in (0, 1)
         )
         row += first_row
+        live = read_live(launch.smem["labels"], stage, launch.pages_per_block)
         seen = any_of(
             (column >= lo) & (column < hi) & (row >= row_lo) & (row < row_hi)
             for lo, hi, row_lo, row_hi in zip(*live, strict=True)
         )
         return jnp.where(seen, scores, MASKED)
 
-    covers = (live.row_lo[0] <= first_row) & (live.row_hi[0] >= first_row + BLOCK_Q)
-    masks = jnp.where(live.is_plain(launch.page_size), jnp.where(covers, 0, 1), 2)
+    covers = (label.row_lo <= first_row) & (label.row_hi >= first_row + BLOCK_Q)
+    masks = jnp.where(label.kind == PLAIN, jnp.where(covers, 0, 1), 2)
     return lax.switch(masks, [mask_none, mask_rows, mask_all], scores)
 
 
-def _drop_dead_values(launch: Launch, task: _Task, stage, live: Live) -> None:
+def _drop_dead_values(launch: Launch, task: _Task, stage, label: Label) -> None:
     """Zeroes the dead rows of V: their weights are 0, but 0 * NaN is NaN.
 
     Where both warpgroups read the block, the first zeroes for both.
@@ -231,13 +230,14 @@ def _drop_dead_values(launch: Launch, task: _Task, stage, live: Live) -> None:
 
     def zero():
         row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+        live = read_live(launch.smem["labels"], stage, launch.pages_per_block)
         spans = zip(live.col_lo, live.col_hi, strict=True)
         alive = any_of((row >= lo) & (row < hi) for lo, hi in spans)
         values = plgpu.load(v, layout=plgpu.Layout.WGMMA, optimized=False)
         v[...] = jnp.where(alive, values, jnp.zeros_like(values))
         plgpu.commit_smem()
 
-    @pl.when(~live.is_full(launch.page_size))
+    @pl.when(label.kind == PARTLY)
     def _():
         if launch.config.num_compute_warpgroups == 1:
             zero()

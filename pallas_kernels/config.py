@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tables import ROW, STEP_CHUNK
+from pallas_kernels.tables import LABEL, ROW, STEP_CHUNK
 
 BLOCK_KV = 64
 """Tokens of one step of the kernel: small pages are gathered into it, large ones cut."""
@@ -18,7 +18,7 @@ BOXES = (16, 32, 64)
 DENSE_ROWS = 8
 """A block of dense keys starts at a multiple of this: the rows of a tile of shared memory."""
 NUM_CHUNKS = 3
-"""Chunks of the step table in shared memory: read, read by the slowest, and loaded."""
+"""Chunks of the step table in shared memory: read, read by the slowest thread, and loaded."""
 MAX_SHARED_BYTES = 232_448
 """Shared memory that one thread block can have on Hopper (227 KiB)."""
 BARRIER_BYTES = 8
@@ -80,8 +80,9 @@ class KernelConfig:
     def buffers(self, head_dim: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of the shared-memory buffers.
 
-        `q`, `k`, `v` and `steps` are loaded. With two compute warpgroups, one hands its
-        state over through `acc`, `top` and `total`. `weights` are of the interpretable body.
+        `q`, `k`, `v` and `steps` are loaded, `labels` written beside `k` and `v`. With two compute
+        warpgroups, one hands its state over through `acc`, `top` and `total`. `weights` are of the
+        interpretable body.
         """
         wgs, struct = self.num_compute_warpgroups, jax.ShapeDtypeStruct
         buffers = {
@@ -89,6 +90,7 @@ class KernelConfig:
             "k": struct((self.num_stages, BLOCK_KV, head_dim), dtype),
             "v": struct((self.num_stages, BLOCK_KV, head_dim), dtype),
             "steps": struct((NUM_CHUNKS, STEP_CHUNK, ROW), jnp.int32),
+            "labels": struct((self.num_stages, LABEL), jnp.int32),
         }
         if wgs > 1:
             buffers["acc"] = struct((BLOCK_Q, head_dim), jnp.float32)
@@ -109,7 +111,6 @@ class KernelConfig:
             "q_full": (1, self.num_query_buffers),
             "q_free": (wgs, self.num_query_buffers),
             "steps_full": (1, NUM_CHUNKS),
-            "steps_free": (wgs, NUM_CHUNKS),
             "kv_full": (2 * pages_per_block, self.num_stages),
             "kv_free": (wgs, self.num_stages),
         }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import KernelConfig
+from pallas_kernels.config import BLOCK_KV, KernelConfig
 from pallas_kernels.softmax import Scale
 from pallas_kernels.tables import WorkerTable
 
@@ -57,6 +57,11 @@ class Launch:
     def scale(self) -> Scale:
         """From products of queries and keys to scores in base 2."""
         return Scale.of(self.logits_scale)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages that are gathered into a block."""
+        return max(1, BLOCK_KV // self.page_size)
 
     def num_buffers(self, name: str) -> int:
         """How many buffers a ring has: "q", "kv" or "steps"."""

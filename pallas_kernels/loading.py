@@ -11,6 +11,7 @@ from jax import lax
 from pallas_kernels.blocks import Block, Cursor, Walk
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_KV, BLOCK_Q, BOXES, DENSE_ROWS
+from pallas_kernels.labels import write_label
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
 from pallas_kernels.tables import STEP_CHUNK
 
@@ -26,7 +27,8 @@ def load_segments(launch: Launch) -> None:
             plgpu.barrier_wait(launch.barrier(f"{name}_free", count))
 
     def load_chunk(count, step_lo):
-        wait_until_free("steps", count)
+        # Over the chunk before the last one. Its readers, this warpgroup's threads, are past it:
+        # each of them took part in the load of the last one.
         plgpu.copy_gmem_to_smem(
             inputs.steps.at[pl.ds(step_lo, STEP_CHUNK)],
             launch.smem["steps"].at[launch.place("steps", count)],
@@ -99,36 +101,41 @@ def load_segments(launch: Launch) -> None:
                 load_chunk(cursor.chunk + 1, following)
 
         first_chunk = cursor.chunk + 1
-        walk = Walk(
-            launch.smem["steps"],
-            segment.num_steps,
-            page_size,
-            len(inputs.kv),
-            enter,
-            lambda chunk: None,
-        )
+        walk = Walk(launch.smem["steps"], segment.num_steps, page_size, len(inputs.kv), enter)
 
         load_queries(segment, num_queries)
 
         def run_block(cursor: Cursor):
             block = walk.read(cursor)
-            is_live = block.live.is_live()
+            is_live, is_last = block.live.is_live(), walk.is_last(cursor)
 
-            @pl.when(is_live)
+            # The last block is passed on even if it is dead: its label ends the segment.
+            @pl.when(is_live | is_last)
             def _():
                 wait_until_free("kv", cursor.ring)
-                load_block("k", block, segment.kv_head, cursor.ring)
-                load_block("v", block, segment.kv_head, cursor.ring)
+                stage = launch.place("kv", cursor.ring)
+                write_label(
+                    launch.smem["labels"], stage, block.live, is_last=is_last, page_size=page_size
+                )
+
+                @pl.when(is_live)
+                def _():
+                    load_block("k", block, segment.kv_head, cursor.ring)
+                    load_block("v", block, segment.kv_head, cursor.ring)
+
+                @pl.when(~is_live)
+                def _():
+                    for _ in range(2 * walk.pages_per_block):
+                        plgpu.barrier_arrive(launch.barrier("kv_full", cursor.ring))
 
             # After the block's own loads, which nothing should delay.
             @pl.when(walk.is_first_of_chunk(cursor))
             def _():
                 load_next_chunk(cursor)
 
-            return walk.skip(cursor, is_live=is_live)
+            return walk.skip(cursor, is_passed_on=is_live | is_last)
 
         cursor = lax.while_loop(walk.is_inside, run_block, walk.begin(cursor))
-        walk.end(cursor)
         return cursor, num_queries + segment.num_tiles
 
     # By ordinary loads, beside those of the worker's row: one trip to memory instead of two.
@@ -137,7 +144,7 @@ def load_segments(launch: Launch) -> None:
     plgpu.barrier_arrive(launch.barriers["steps_full"].at[0])
     start = (Cursor.start(), jnp.int32(0))
     cursor, num_queries = over_segments(launch, work, run_segment, start)
-    counts = {"q": num_queries, "kv": cursor.ring, "steps": cursor.chunk + 1}
+    counts = {"q": num_queries, "kv": cursor.ring}
     for name, count in counts.items():
         _drain(launch, name, count)
 

@@ -1,8 +1,9 @@
-"""Blocks of 64 KV tokens: several small pages gathered, or a part of a large one.
+"""Blocks of 64 KV tokens: several small pages gathered, a part of a large one, or two starts.
 
 Read by the memory warpgroup from the steps in shared memory.
 """
 
+import enum
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import BLOCK_KV, NUM_CHUNKS
+from pallas_kernels.config import BLOCK_KV, HALF, NUM_CHUNKS
 from pallas_kernels.tables import STEP_CHUNK, StepTable
 
 
@@ -30,17 +31,16 @@ class Live(NamedTuple):
         """Whether any token of the block is live."""
         return any_of(hi > lo for lo, hi in zip(self.col_lo, self.col_hi, strict=True))
 
-    def is_plain(self, page_size: int):
-        """Whether every token of the block is live, for the same rows."""
+    def is_plain(self, size):
+        """Whether the first `size` tokens of every page are live, for the same rows."""
         others = [
             (lo != self.row_lo[0]) | (hi != self.row_hi[0])
             for lo, hi in zip(self.row_lo[1:], self.row_hi[1:], strict=True)
         ]
-        return self.is_full(page_size) & ~any_of([jnp.bool_(False), *others])
+        return self.is_full(size) & ~any_of([jnp.bool_(False), *others])
 
-    def is_full(self, page_size: int):
-        """Whether every token of the block is live."""
-        size = min(page_size, BLOCK_KV)
+    def is_full(self, size):
+        """Whether the first `size` tokens of every page are live."""
         spans = zip(self.col_lo, self.col_hi, strict=True)
         return ~any_of(hi - lo != size for lo, hi in spans)
 
@@ -52,6 +52,59 @@ class Block(NamedTuple):
     live: Live
     part: Any  # which 64 tokens of the page, where a page is larger than a block
     sources: tuple  # where each page lies
+
+    def is_short(self):
+        """Whether the block, of one page, has live tokens, all in its first half."""
+        return self.live.is_live() & (self.live.col_hi[0] <= HALF)
+
+
+class Contents(NamedTuple):
+    """What a stage holds: a block, or the starts of two pages.
+
+    Attributes:
+      block: by itself; of one page, the first half if the stage is shared.
+      other: the block after it, whose start is the second half; None where pages are small.
+      is_shared: whether that is so.
+    """
+
+    block: Block
+    other: Block | None
+    is_shared: Any
+
+    def live(self) -> Live:
+        """What is live in the stage, of as many pages as a label has."""
+        if self.other is None:
+            return self.block.live
+        lo, hi, *rows = self.other.live
+        lo, hi = (jnp.where(self.is_shared, HALF + column[0], 0) for column in (lo, hi))
+        spans = zip(self.block.live, Live((lo,), (hi,), *rows), strict=True)
+        return Live(*(first + second for first, second in spans))
+
+    def mask(self, page_size: int):
+        """The `Mask` of the stage."""
+        live = self.block.live
+        if self.other is None:
+            return jnp.where(live.is_plain(page_size), Mask.ROWS, Mask.ALL_PAGES)
+        alone = jnp.where(live.is_full(BLOCK_KV), Mask.ROWS, Mask.FIRST_PAGE)
+        return jnp.where(self.is_shared, Mask.ALL_PAGES, alone)
+
+    def is_dirty(self, page_size: int):
+        """Whether a token of the stage is dead."""
+        live = self.block.live
+        if self.other is None:
+            return ~live.is_full(page_size)
+        both = live.is_full(HALF) & self.other.live.is_full(HALF)
+        return ~jnp.where(self.is_shared, both, live.is_full(BLOCK_KV))
+
+
+class Mask(enum.IntEnum):
+    """Which scores of a stage are live.
+
+    ROWS: all of the first page's rows, whatever the token. FIRST_PAGE: those of its rows and live
+    tokens. ALL_PAGES: for each page, those of its rows and live tokens.
+    """
+
+    ROWS, FIRST_PAGE, ALL_PAGES = range(3)
 
 
 def any_of(masks: Iterable):
@@ -129,9 +182,10 @@ class Walk(NamedTuple):
         """Whether there is a block here."""
         return cursor.block < self.num_blocks
 
-    def is_last(self, cursor: Cursor):
-        """Whether the block here is the segment's last."""
-        return cursor.block == self.num_blocks - 1
+    def has_another_in_chunk(self, cursor: Cursor):
+        """Whether a block of the segment follows in the same chunk."""
+        following = cursor._replace(block=cursor.block + 1)
+        return self.is_inside(following) & ~self.is_first_of_chunk(following)
 
     def is_first_of_chunk(self, cursor: Cursor):
         """Whether the block here is a chunk's first."""
@@ -164,10 +218,19 @@ class Walk(NamedTuple):
         pages, col_lo, col_hi, row_lo, row_hi, sources = zip(*columns, strict=True)
         return Block(pages, Live(col_lo, col_hi, row_lo, row_hi), part, sources)
 
-    def skip(self, cursor: Cursor, *, is_passed_on) -> Cursor:
-        """At the next block."""
+    def read_contents(self, cursor: Cursor, *, may_share) -> Contents:
+        """What goes into one stage, from the block here on."""
+        block = self.read(cursor)
+        if self.pages_per_block > 1:
+            return Contents(block, None, jnp.bool_(False))
+        other = self.read(cursor._replace(block=cursor.block + 1))
+        is_shared = may_share & self.has_another_in_chunk(cursor)
+        return Contents(block, other, is_shared & block.is_short() & other.is_short())
+
+    def skip(self, cursor: Cursor, end, *, is_passed_on) -> Cursor:
+        """At the block number `end`."""
         one = jnp.where(is_passed_on, jnp.int32(1), jnp.int32(0))
-        cursor = Cursor(cursor.block + 1, cursor.chunk, cursor.ring + one)
+        cursor = Cursor(end, cursor.chunk, cursor.ring + one)
         crosses = self.is_first_of_chunk(cursor) & self.is_inside(cursor)
 
         @pl.when(crosses)

@@ -17,12 +17,20 @@ BOXES = (16, 32, 64)
 """Tokens that one copy brings: of a page whose end is dead, as few as hold what is live."""
 DENSE_ROWS = 8
 """A block of dense keys starts at a multiple of this: the rows of a tile of shared memory."""
+HALF = BLOCK_KV // 2
+"""Two pages with no live token from here on share a block."""
 NUM_CHUNKS = 3
 """Chunks of the step table in shared memory: read, read by the slowest thread, and loaded."""
 MAX_SHARED_BYTES = 232_448
 """Shared memory that one thread block can have on Hopper (227 KiB)."""
 BARRIER_BYTES = 8
 MAX_HEAD_DIM_IN_REGISTERS = 128
+
+
+def pages_of_a_label(page_size: int) -> int:
+    """Pages that a block can have tokens of: small pages fill it, or the starts of two others."""
+    return max(2, BLOCK_KV // page_size)
+
 
 _LIMITS = {"num_stages": 8, "num_query_buffers": 4, "num_compute_warpgroups": 2}
 
@@ -37,8 +45,8 @@ class KernelConfig:
         more lets the loads run into the next segment.
       num_compute_warpgroups: 2 give a segment of two tiles one each, and share the blocks of a
         segment of one; 1 walks tile by tile.
-      queries_in_registers: a tile's queries are read from shared memory once a segment instead of
-        with every block: faster steps, slower segments.
+      queries_in_registers: in a segment of two tiles, a tile's queries are read from shared memory
+        once instead of with every block: faster steps, slower segments.
       interpretable: a slower body that the Mosaic interpreter can run: all operands of products
         are in shared memory, and nothing is said to the next launch.
     """
@@ -99,8 +107,8 @@ class KernelConfig:
             buffers["weights"] = struct((wgs, BLOCK_Q, BLOCK_KV), dtype)
         return buffers
 
-    def barriers(self, pages_per_block: int) -> dict[str, tuple[int, int]]:
-        """Barriers as (arrivals, how many).
+    def barriers(self, pages: int = 2) -> dict[str, tuple[int, int]]:
+        """Barriers as (arrivals, how many), for blocks of so many pages.
 
         `*_full`: filled by the memory warpgroup; `*_free`: let go by every compute warpgroup.
         `v_clean`: the first of two has zeroed dead values that both read. `state_*`: the state of
@@ -111,7 +119,7 @@ class KernelConfig:
             "q_full": (1, self.num_query_buffers),
             "q_free": (wgs, self.num_query_buffers),
             "steps_full": (1, NUM_CHUNKS),
-            "kv_full": (2 * pages_per_block, self.num_stages),
+            "kv_full": (2 * pages, self.num_stages),
             "kv_free": (wgs, self.num_stages),
         }
         if self.num_compute_warpgroups > 1:
@@ -123,5 +131,5 @@ class KernelConfig:
         """Shared memory of the buffers and the barriers that guard them."""
         buffers = self.buffers(head_dim, dtype).values()
         num_bytes = sum(math.prod(b.shape) * jnp.dtype(b.dtype).itemsize for b in buffers)
-        num_barriers = sum(count for _, count in self.barriers(1).values())
+        num_barriers = sum(count for _, count in self.barriers().values())
         return num_bytes + num_barriers * BARRIER_BYTES

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.config import BLOCK_KV, KernelConfig
+from pallas_kernels.config import KernelConfig, pages_of_a_label
 from pallas_kernels.softmax import Scale
 from pallas_kernels.tables import WorkerTable
 
@@ -59,9 +59,9 @@ class Launch:
         return Scale.of(self.logits_scale)
 
     @property
-    def pages_per_block(self) -> int:
-        """Pages that are gathered into a block."""
-        return max(1, BLOCK_KV // self.page_size)
+    def pages_of_a_label(self) -> int:
+        """Pages that a block can have tokens of."""
+        return pages_of_a_label(self.page_size)
 
     def num_buffers(self, name: str) -> int:
         """How many buffers a ring has: "q", "kv" or "steps"."""

@@ -8,9 +8,16 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import Block, Cursor, Walk
+from pallas_kernels.blocks import Block, Contents, Cursor, Walk
 from pallas_kernels.compat import plgpu
-from pallas_kernels.config import BLOCK_KV, BLOCK_Q, BOXES, DENSE_ROWS
+from pallas_kernels.config import (
+    BLOCK_KV,
+    BLOCK_Q,
+    BOXES,
+    DENSE_ROWS,
+    HALF,
+    pages_of_a_label,
+)
 from pallas_kernels.labels import write_label
 from pallas_kernels.launch import Launch, Segment, over_segments, read_work
 from pallas_kernels.tables import STEP_CHUNK
@@ -48,25 +55,51 @@ def load_segments(launch: Launch) -> None:
                     launch.barrier("q_full", count + t),
                 )
 
-    def load_block(name, block: Block, kv_head, ring):
-        stage = launch.smem[name].at[launch.place("kv", ring)]
-        rows = min(page_size, BLOCK_KV)
-        for j, page in enumerate(block.pages):
-            last = block.live.col_hi[j] - j * rows
-            for s, (k, v) in enumerate(inputs.kv):
+    def load_contents(contents: Contents, kv_head, ring):
+        """Loads keys and values; every page that a label has arrives, loaded or not."""
+        block, other, is_shared = contents
+        num_pages, is_live = pages_of_a_label(page_size), block.live.is_live()
 
-                def load(source=k if name == "k" else v, page=page, last=last, first=j * rows):
-                    def load_box(box):
-                        tokens = rows_of(source, page, block.part, kv_head, box)
-                        target = stage.at[pl.ds(first, box)]
-                        plgpu.copy_gmem_to_smem(tokens, target, launch.barrier("kv_full", ring))
+        @pl.when(is_live & ~is_shared)
+        def _():
+            for j in range(len(block.pages)):
+                last = block.live.col_hi[j] - j * page_size
+                by_box(
+                    last, lambda box, j=j: load_page(block, j, kv_head, ring, j * page_size, box)
+                )
+            arrive(ring, num_pages - len(block.pages))
 
-                    by_box(last, load_box)
+        @pl.when(~is_live)
+        def _():
+            arrive(ring, num_pages)
 
-                if len(inputs.kv) == 1:
-                    load()
-                else:
-                    pl.when(block.sources[j] == s)(load)
+        if other is not None:
+
+            @pl.when(is_shared)
+            def _():
+                load_page(block, 0, kv_head, ring, 0, HALF)
+                load_page(other, 0, kv_head, ring, HALF, HALF)
+
+    def arrive(ring, num_pages):
+        for _ in range(2 * num_pages):
+            plgpu.barrier_arrive(launch.barrier("kv_full", ring))
+
+    def load_page(block: Block, j, kv_head, ring, row, box):
+        """Loads `box` tokens of the block's j-th page to the stage's rows from `row` on."""
+        for s, source in enumerate(inputs.kv):
+
+            def load(source=source):
+                for name, cache in zip("kv", source, strict=True):
+                    plgpu.copy_gmem_to_smem(
+                        rows_of(cache, block.pages[j], block.part, kv_head, box),
+                        launch.smem[name].at[launch.place("kv", ring), pl.ds(row, box)],
+                        launch.barrier("kv_full", ring),
+                    )
+
+            if len(inputs.kv) == 1:
+                load()
+            else:
+                pl.when(block.sources[j] == s)(load)
 
     def by_box(last, load_box):
         """Loads the smallest box with the last live token; what is dead beyond it stays behind.
@@ -106,34 +139,30 @@ def load_segments(launch: Launch) -> None:
         load_queries(segment, num_queries)
 
         def run_block(cursor: Cursor):
-            block = walk.read(cursor)
-            is_live, is_last = block.live.is_live(), walk.is_last(cursor)
-
+            contents = walk.read_contents(cursor, may_share=segment.num_tiles == 1)
+            end = cursor.block + 1 + jnp.where(contents.is_shared, jnp.int32(1), jnp.int32(0))
+            is_last = end == walk.num_blocks
             # The last block is passed on even if it is dead: its label ends the segment.
-            @pl.when(is_live | is_last)
+            is_passed_on = contents.block.live.is_live() | is_last
+
+            @pl.when(is_passed_on)
             def _():
                 wait_until_free("kv", cursor.ring)
-                stage = launch.place("kv", cursor.ring)
                 write_label(
-                    launch.smem["labels"], stage, block.live, is_last=is_last, page_size=page_size
+                    launch.smem["labels"],
+                    launch.place("kv", cursor.ring),
+                    contents,
+                    is_last=is_last,
+                    page_size=page_size,
                 )
-
-                @pl.when(is_live)
-                def _():
-                    load_block("k", block, segment.kv_head, cursor.ring)
-                    load_block("v", block, segment.kv_head, cursor.ring)
-
-                @pl.when(~is_live)
-                def _():
-                    for _ in range(2 * walk.pages_per_block):
-                        plgpu.barrier_arrive(launch.barrier("kv_full", cursor.ring))
+                load_contents(contents, segment.kv_head, cursor.ring)
 
             # After the block's own loads, which nothing should delay.
             @pl.when(walk.is_first_of_chunk(cursor))
             def _():
                 load_next_chunk(cursor)
 
-            return walk.skip(cursor, is_passed_on=is_live | is_last)
+            return walk.skip(cursor, end, is_passed_on=is_passed_on)
 
         cursor = lax.while_loop(walk.is_inside, run_block, walk.begin(cursor))
         return cursor, num_queries + segment.num_tiles

@@ -18,12 +18,12 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.compat import plgpu
 from pallas_kernels.computing import compute_segments
-from pallas_kernels.config import BLOCK_KV, BLOCK_Q, KernelConfig
+from pallas_kernels.config import BLOCK_KV, BLOCK_Q, KernelConfig, pages_of_a_label
 from pallas_kernels.launch import Inputs, Launch, Outputs
 from pallas_kernels.loading import load_segments
 from pallas_kernels.tables import Tables
 
-NUM_REGISTERS = {1: (240, 40), 2: (232, 40)}
+NUM_REGISTERS = {1: (240, 40), 2: (232, 48)}
 """Of each thread of a compute and of the memory warpgroup, by the number of compute warpgroups."""
 
 
@@ -131,5 +131,5 @@ def _smem(config: KernelConfig, head_dim: int, dtype) -> dict:
 def _barriers(config: KernelConfig, page_size: int) -> dict:
     return {
         name: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-        for name, (arrivals, count) in config.barriers(max(1, BLOCK_KV // page_size)).items()
+        for name, (arrivals, count) in config.barriers(pages_of_a_label(page_size)).items()
     }

@@ -11,7 +11,7 @@ ROW = 8
 """Integers of a sector: 32 bytes."""
 MAX_PAGES = 4
 """Pages that a block of 64 tokens can be gathered from: the smallest page has 16."""
-LABEL = 2 + 4 * MAX_PAGES
+LABEL = 3 + 4 * MAX_PAGES
 """Integers of a block's label, see `labels`."""
 
 

@@ -93,6 +93,52 @@ def test_right_and_without_races(page_size, num_workers, make_config, capfd):
     assert "RACE" not in (printed.out + printed.err).upper()
 
 
+@pytest.mark.parametrize("num_workers", [1, 5])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_starts_of_pages_share_blocks(num_workers, num_stages, capfd):
+    """Leaves of 1 to 70 tokens in pages of 64: two short ones are one block, NaN behind each."""
+    lists = [[1] * 64 + [2 + i] * length for i, length in enumerate([32, 32, 9, 1, 33, 20, 70, 5])]
+    batch = make_batch(
+        lists,
+        page_size=64,
+        num_kv_heads=1,
+        group_size=4,
+        head_dim=64,
+        dtype="bfloat16",
+        q_dtype="bfloat16",
+    )
+    spec = PlanSpec(num_kv_heads=1, group_size=4, page_size=64, num_workers=num_workers)
+    config = KernelConfig(num_stages=num_stages, num_query_buffers=3, interpretable=True)
+    result = interpreted(batch, build_plan(batch.arrays, spec), 64, config)
+    out, lse = batch.expected()
+    np.testing.assert_allclose(result.out, out, rtol=0, atol=1e-2)
+    np.testing.assert_allclose(result.lse, lse, rtol=0, atol=1e-5)
+    printed = capfd.readouterr()
+    assert "RACE" not in (printed.out + printed.err).upper()
+
+
+@pytest.mark.parametrize("exponent", [10, 20, 24, 30, 60])
+def test_scores_of_any_size(exponent):
+    """Scores whose rounding alone would make a weight overflow, or a row look empty."""
+    lists = [[1] * 80 + [2 + i] * 9 for i in range(3)] + [[9] * 5]
+    batch = make_batch(
+        lists,
+        page_size=64,
+        num_kv_heads=1,
+        group_size=4,
+        head_dim=64,
+        dtype="bfloat16",
+        q_dtype="bfloat16",
+    )
+    q = np.asarray(batch.q, np.float32) * np.float32(2.0) ** exponent
+    batch = dataclasses.replace(batch, q=q.astype(batch.q.dtype))
+    spec = PlanSpec(num_kv_heads=1, group_size=4, page_size=64, num_workers=1)
+    result = interpreted(batch, build_plan(batch.arrays, spec), 64, two_warpgroups())
+    out, lse = batch.expected()
+    np.testing.assert_allclose(result.out, out, rtol=0, atol=1e-2)
+    np.testing.assert_allclose(result.lse, lse, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 2.0**-30, 0.25, 16.0, 2.0**34])
 def test_any_scale_of_the_logits(factor):
     """A masked score stays below any other, and a weight is at most 1 however large the scores."""

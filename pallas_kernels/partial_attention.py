@@ -23,8 +23,11 @@ from pallas_kernels.launch import Inputs, Launch, Outputs
 from pallas_kernels.loading import load_segments
 from pallas_kernels.tables import Tables
 
-NUM_REGISTERS = {1: (240, 40), 2: (232, 48)}
-"""Of each thread of a compute and of the memory warpgroup, by the number of compute warpgroups."""
+NUM_REGISTERS = {1: (240, 40), 2: (232, 40)}
+"""Of each thread of a compute and of the memory warpgroup, by the number of compute warpgroups.
+
+Together no more than the launch is given, else the increase waits for ever.
+"""
 
 
 def _kernel(*refs, page_size: int, logits_scale: float, config: KernelConfig):

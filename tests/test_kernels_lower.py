@@ -20,7 +20,7 @@ from codec_jax.planning.spec import PlanSpec
 from pallas_kernels import Tables, padded_head_dim, supports
 from pallas_kernels.config import MAX_SHARED_BYTES, KernelConfig
 from pallas_kernels.merge import merge_partials
-from pallas_kernels.partial_attention import partial_attention
+from pallas_kernels.partial_attention import NUM_REGISTERS, partial_attention
 from pallas_kernels.support import DTYPES, PAGE_SIZES
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -53,6 +53,15 @@ def test_partial_attention_lowers(dtype, head_dim, page_size):
         shape(1),
     )
     assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("num_compute", NUM_REGISTERS)
+def test_no_more_registers_than_the_launch_has(num_compute):
+    """A warpgroup that asks for more waits for ever."""
+    warpgroups = num_compute + 1
+    at_launch = min(65_536 // (128 * warpgroups), 255) // 8 * 8
+    compute, memory = NUM_REGISTERS[num_compute]
+    assert num_compute * compute + memory <= warpgroups * at_launch
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

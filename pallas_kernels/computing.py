@@ -122,10 +122,7 @@ def _attend(launch: Launch, task: Task, ring):
         return place.ring, state
 
     def run_every_block(task: Task):
-        # The next block is waited for beside the product with this one's values. With one stage,
-        # it can come only after this one.
-        looks_ahead = launch.config.num_stages > 1
-
+        # The next block is waited for beside the product with this one's values.
         def run(carry):
             place, state = carry
             state, following = attend_block(
@@ -134,32 +131,36 @@ def _attend(launch: Launch, task: Task, ring):
                 launch.place("kv", place.ring),
                 place.label,
                 state,
-                (lambda: after(place)) if looks_ahead else lambda: None,
+                lambda: after(place),
             )
             let_go(place.ring)
-            return following if looks_ahead else after(place), state
+            return following, state
 
         return until_past(run, look(ring))
 
     def run_every_other_block():
-        # Here the other warpgroup multiplies meanwhile: a block is let go as early as possible.
+        # The other's block is passed by beside the product with this one's values; this one is let
+        # go before the next is waited for, which may be long in coming.
         def pass_by(place: _Place):
-            let_go(place.ring)
-            return after(place)
+            pl.when(place.is_past == 0)(lambda: let_go(place.ring))
+            return place
 
-        def stop_at_mine(place: _Place):
-            """At most one block of the other's lies between two of this warpgroup's."""
-            is_foreign = (place.is_past == 0) & ~task.has(place.ring)
-            return lax.cond(is_foreign, pass_by, lambda place: place, place)
+        def after_other(place: _Place):
+            return lax.cond(place.is_past == 1, lambda: place, lambda: after(place))
 
         def run(carry):
             place, state = carry
             stage = launch.place("kv", place.ring)
-            state, _ = attend_block(launch, task, stage, place.label, state)
+            state, other = attend_block(
+                launch, task, stage, place.label, state, lambda: pass_by(after(place))
+            )
             let_go(place.ring)
-            return stop_at_mine(after(place)), state
+            return after_other(other), state
 
-        return until_past(run, stop_at_mine(look(ring)))
+        first = look(ring)
+        is_mine = task.has(ring)
+        pl.when(~is_mine)(lambda: let_go(ring))
+        return until_past(run, lax.cond(is_mine, lambda: first, lambda: after(first)))
 
     def run_with_own_queries():
         if not launch.config.queries_in_registers or launch.config.interpretable:

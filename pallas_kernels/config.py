@@ -32,7 +32,7 @@ def pages_of_a_label(page_size: int) -> int:
     return max(2, BLOCK_KV // page_size)
 
 
-_LIMITS = {"num_stages": 8, "num_query_buffers": 4, "num_compute_warpgroups": 2}
+_LIMITS = {"num_stages": (2, 8), "num_query_buffers": (1, 4), "num_compute_warpgroups": (1, 2)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class KernelConfig:
     """How a thread block is divided, and how deep it loads ahead.
 
     Attributes:
-      num_stages: KV blocks in flight, each of K and V.
+      num_stages: KV blocks in flight, each of K and V; a warpgroup waits for the next block before
+        it lets go of this one.
       num_query_buffers: query tiles in shared memory, at least one for each compute warpgroup; one
         more lets the loads run into the next segment.
       num_compute_warpgroups: 2 give a segment of two tiles one each, and share the blocks of a
@@ -58,10 +59,10 @@ class KernelConfig:
     interpretable: bool = False
 
     def __post_init__(self) -> None:
-        for name, most in _LIMITS.items():
+        for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
-            if not 1 <= value <= most:
-                raise ValueError(f"`{name}` must be between 1 and {most}; got {value}.")
+            if not least <= value <= most:
+                raise ValueError(f"`{name}` must be between {least} and {most}; got {value}.")
         if self.num_query_buffers < self.num_compute_warpgroups:
             raise ValueError(
                 "`num_query_buffers` must be at least `num_compute_warpgroups`"

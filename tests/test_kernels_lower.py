@@ -138,8 +138,8 @@ def test_the_heuristic_fits_in_shared_memory(head_dim, dtype):
 
 
 def test_config_errors():
-    with pytest.raises(ValueError, match=r"`num_stages` must be between 1 and 8; got 0\."):
-        KernelConfig(num_stages=0)
+    with pytest.raises(ValueError, match=r"`num_stages` must be between 2 and 8; got 1\."):
+        KernelConfig(num_stages=1)
     with pytest.raises(ValueError, match=r"`num_query_buffers` must be between 1 and 4; got 5\."):
         KernelConfig(num_query_buffers=5)
     with pytest.raises(ValueError, match=r"at least `num_compute_warpgroups` \(2\); got 1\."):

@@ -47,7 +47,7 @@ def test_a_configuration_reads_as_it_was_written(folder):
     ("rows", "reason"),
     [
         ([{"shape": SHAPE}], "config"),
-        ([{"shape": SHAPE, "config": {"num_stages": 9}}], "between 1 and 8; got 9"),
+        ([{"shape": SHAPE, "config": {"num_stages": 9}}], "between 2 and 8; got 9"),
         ([{"shape": SHAPE, "config": {"speed": 9}}], "speed"),
         ([{"shape": SHAPE | {"head_dim": 256}, "config": {"num_stages": 4}}], "shared memory"),
         (7, "iterable"),

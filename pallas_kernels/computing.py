@@ -139,28 +139,24 @@ def _attend(launch: Launch, task: Task, ring):
         return until_past(run, look(ring))
 
     def run_every_other_block():
-        # The other's block is passed by beside the product with this one's values; this one is let
-        # go before the next is waited for, which may be long in coming.
-        def pass_by(place: _Place):
-            pl.when(place.is_past == 0)(lambda: let_go(place.ring))
-            return place
+        # The other warpgroup multiplies meanwhile: a block is let go as early as possible.
+        def stop_at_mine(place: _Place):
+            """At most one block of the other's lies between two of this warpgroup's."""
+            is_foreign = (place.is_past == 0) & ~task.has(place.ring)
+            return lax.cond(is_foreign, pass_by, lambda place: place, place)
 
-        def after_other(place: _Place):
-            return lax.cond(place.is_past == 1, lambda: place, lambda: after(place))
+        def pass_by(place: _Place):
+            let_go(place.ring)
+            return after(place)
 
         def run(carry):
             place, state = carry
             stage = launch.place("kv", place.ring)
-            state, other = attend_block(
-                launch, task, stage, place.label, state, lambda: pass_by(after(place))
-            )
+            state, _ = attend_block(launch, task, stage, place.label, state)
             let_go(place.ring)
-            return after_other(other), state
+            return stop_at_mine(after(place)), state
 
-        first = look(ring)
-        is_mine = task.has(ring)
-        pl.when(~is_mine)(lambda: let_go(ring))
-        return until_past(run, lax.cond(is_mine, lambda: first, lambda: after(first)))
+        return until_past(run, stop_at_mine(look(ring)))
 
     def run_with_own_queries():
         if not launch.config.queries_in_registers or launch.config.interpretable:

@@ -170,3 +170,15 @@ def test_any_scale_of_the_logits(tree, factor):
     out, lse = batch.attend(batch.plan(), logits_scale=scale)
     assert row_errors(out, expected[0]).max() < TOLERANCE
     np.testing.assert_allclose(lse, expected[1], rtol=1e-6, atol=LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("exponent", [10, 20, 24, 30, 60])
+@pytest.mark.parametrize("tree", TREES)
+def test_scores_of_any_size(tree, exponent):
+    """Scores whose rounding alone would make a weight overflow, or a row look empty."""
+    batch = make_batch(COMMON, TREES[tree])
+    batch = dataclasses.replace(batch, q=batch.q * np.float32(2.0) ** exponent)
+    out, lse = batch.attend(batch.plan())
+    expected = batch.expected()
+    assert row_errors(out, expected[0]).max() < TOLERANCE
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-6, atol=LSE_TOLERANCE)

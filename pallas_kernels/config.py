@@ -27,12 +27,12 @@ BARRIER_BYTES = 8
 MAX_HEAD_DIM_IN_REGISTERS = 128
 
 
+_LIMITS = {"num_stages": (2, 8), "num_query_buffers": (1, 4), "num_compute_warpgroups": (1, 2)}
+
+
 def pages_of_a_label(page_size: int) -> int:
     """Pages that a block can have tokens of: small pages fill it, or the starts of two others."""
     return max(2, BLOCK_KV // page_size)
-
-
-_LIMITS = {"num_stages": (2, 8), "num_query_buffers": (1, 4), "num_compute_warpgroups": (1, 2)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What the memory warpgroup says of a block to the compute warpgroups, in shared memory.
 
-It alone walks the step table. A label is written before the block's loads are issued and is read
+It alone walks the step table. A label is written before the block's values are loaded and is read
 after the block has arrived, so the arrival guards it; it is overwritten with the block.
 """
 

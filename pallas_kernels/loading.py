@@ -4,6 +4,8 @@ Query tiles go into one ring, KV blocks of 64 tokens into another, chunks of the
 third. It never waits for a segment to end, only for a buffer to be free.
 """
 
+import functools
+
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
@@ -55,18 +57,19 @@ def load_segments(launch: Launch) -> None:
                     launch.barrier("q_full", count + t),
                 )
 
-    def load_contents(contents: Contents, kv_head, ring):
-        """Loads keys and values; every page that a label has arrives, loaded or not."""
+    def load_contents(name, contents: Contents, kv_head, ring):
+        """Loads keys, "k", or values; every page that a label has arrives, loaded or not."""
         block, other, is_shared = contents
         num_pages, is_live = pages_of_a_label(page_size), block.live.is_live()
+
+        def load(block: Block, j, row, box):
+            load_page(name, block, j, kv_head, ring, pl.ds(row, box))
 
         @pl.when(is_live & ~is_shared)
         def _():
             for j in range(len(block.pages)):
-                last = block.live.col_hi[j] - j * page_size
-                by_box(
-                    last, lambda box, j=j: load_page(block, j, kv_head, ring, j * page_size, box)
-                )
+                row = j * page_size
+                by_box(block.live.col_hi[j] - row, functools.partial(load, block, j, row))
             arrive(ring, num_pages - len(block.pages))
 
         @pl.when(~is_live)
@@ -77,24 +80,24 @@ def load_segments(launch: Launch) -> None:
 
             @pl.when(is_shared)
             def _():
-                load_page(block, 0, kv_head, ring, 0, HALF)
-                load_page(other, 0, kv_head, ring, HALF, HALF)
+                load(block, 0, 0, HALF)
+                load(other, 0, HALF, HALF)
 
     def arrive(ring, num_pages):
-        for _ in range(2 * num_pages):
+        for _ in range(num_pages):
             plgpu.barrier_arrive(launch.barrier("kv_full", ring))
 
-    def load_page(block: Block, j, kv_head, ring, row, box):
-        """Loads `box` tokens of the block's j-th page to the stage's rows from `row` on."""
+    def load_page(name, block: Block, j, kv_head, ring, rows):
+        """Loads the start of the block's j-th page to these rows of the stage."""
         for s, source in enumerate(inputs.kv):
+            cache = source["kv".index(name)]
 
-            def load(source=source):
-                for name, cache in zip("kv", source, strict=True):
-                    plgpu.copy_gmem_to_smem(
-                        rows_of(cache, block.pages[j], block.part, kv_head, box),
-                        launch.smem[name].at[launch.place("kv", ring), pl.ds(row, box)],
-                        launch.barrier("kv_full", ring),
-                    )
+            def load(cache=cache):
+                plgpu.copy_gmem_to_smem(
+                    rows_of(cache, block.pages[j], block.part, kv_head, rows.size),
+                    launch.smem[name].at[launch.place("kv", ring), rows],
+                    launch.barrier("kv_full", ring),
+                )
 
             if len(inputs.kv) == 1:
                 load()
@@ -109,7 +112,7 @@ def load_segments(launch: Launch) -> None:
         boxes = [box for box in BOXES if box <= min(page_size, BLOCK_KV)]
         for smaller, box in zip([None, *boxes], boxes, strict=False):
             fits = last <= box if smaller is None else (last > smaller) & (last <= box)
-            pl.when(fits)(lambda box=box: load_box(box))
+            pl.when(fits)(functools.partial(load_box, box))
 
     def rows_of(source, page, part, kv_head, box):
         if len(source.shape) == 3:
@@ -148,16 +151,14 @@ def load_segments(launch: Launch) -> None:
             @pl.when(is_passed_on)
             def _():
                 wait_until_free("kv", cursor.ring)
-                write_label(
-                    launch.smem["labels"],
-                    launch.place("kv", cursor.ring),
-                    contents,
-                    is_last=is_last,
-                    page_size=page_size,
-                )
-                load_contents(contents, segment.kv_head, cursor.ring)
+                load_contents("k", contents, segment.kv_head, cursor.ring)
+                # Behind the first loads, which nothing should delay; the last's arrival guards it.
+                stage = launch.place("kv", cursor.ring)
+                labels = launch.smem["labels"]
+                write_label(labels, stage, contents, is_last=is_last, page_size=page_size)
+                load_contents("v", contents, segment.kv_head, cursor.ring)
 
-            # After the block's own loads, which nothing should delay.
+            # After the block's own loads.
             @pl.when(walk.is_first_of_chunk(cursor))
             def _():
                 load_next_chunk(cursor)

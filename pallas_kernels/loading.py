@@ -57,47 +57,58 @@ def load_segments(launch: Launch) -> None:
                     launch.barrier("q_full", count + t),
                 )
 
-    def load_contents(name, contents: Contents, kv_head, ring):
-        """Loads keys, "k", or values; every page that a label has arrives, loaded or not."""
+    def fill(contents: Contents, kv_head, ring, *, is_last):
+        """Loads a stage and labels it; every page that a label has arrives, loaded or not."""
         block, other, is_shared = contents
         num_pages, is_live = pages_of_a_label(page_size), block.live.is_live()
 
+        def label():
+            labels, stage = launch.smem["labels"], launch.place("kv", ring)
+            write_label(labels, stage, contents, is_last=is_last, page_size=page_size)
+
         def load(block: Block, j, row, box):
-            load_page(name, block, j, kv_head, ring, pl.ds(row, box))
+            load_page(block, j, kv_head, ring, pl.ds(row, box))
 
         @pl.when(is_live & ~is_shared)
         def _():
+            if other is None:
+                label()
             for j in range(len(block.pages)):
                 row = j * page_size
                 by_box(block.live.col_hi[j] - row, functools.partial(load, block, j, row))
-            arrive(ring, num_pages - len(block.pages))
+            if other is not None:
+                # Behind the loads, which nothing should delay, and guarded by these arrivals.
+                label()
+                arrive(ring, num_pages - len(block.pages))
 
         @pl.when(~is_live)
         def _():
+            label()
             arrive(ring, num_pages)
 
         if other is not None:
 
             @pl.when(is_shared)
             def _():
+                label()
                 load(block, 0, 0, HALF)
                 load(other, 0, HALF, HALF)
 
     def arrive(ring, num_pages):
-        for _ in range(num_pages):
+        for _ in range(2 * num_pages):
             plgpu.barrier_arrive(launch.barrier("kv_full", ring))
 
-    def load_page(name, block: Block, j, kv_head, ring, rows):
+    def load_page(block: Block, j, kv_head, ring, rows):
         """Loads the start of the block's j-th page to these rows of the stage."""
         for s, source in enumerate(inputs.kv):
-            cache = source["kv".index(name)]
 
-            def load(cache=cache):
-                plgpu.copy_gmem_to_smem(
-                    rows_of(cache, block.pages[j], block.part, kv_head, rows.size),
-                    launch.smem[name].at[launch.place("kv", ring), rows],
-                    launch.barrier("kv_full", ring),
-                )
+            def load(source=source):
+                for name, cache in zip("kv", source, strict=True):
+                    plgpu.copy_gmem_to_smem(
+                        rows_of(cache, block.pages[j], block.part, kv_head, rows.size),
+                        launch.smem[name].at[launch.place("kv", ring), rows],
+                        launch.barrier("kv_full", ring),
+                    )
 
             if len(inputs.kv) == 1:
                 load()
@@ -151,12 +162,7 @@ def load_segments(launch: Launch) -> None:
             @pl.when(is_passed_on)
             def _():
                 wait_until_free("kv", cursor.ring)
-                load_contents("k", contents, segment.kv_head, cursor.ring)
-                # Behind the first loads, which nothing should delay; the last's arrival guards it.
-                stage = launch.place("kv", cursor.ring)
-                labels = launch.smem["labels"]
-                write_label(labels, stage, contents, is_last=is_last, page_size=page_size)
-                load_contents("v", contents, segment.kv_head, cursor.ring)
+                fill(contents, segment.kv_head, cursor.ring, is_last=is_last)
 
             # After the block's own loads.
             @pl.when(walk.is_first_of_chunk(cursor))

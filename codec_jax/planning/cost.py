@@ -4,13 +4,14 @@ Ticks are integers because a running sum of floats is not monotone, and cuts are
 """
 
 import dataclasses
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from codec_jax.planning.plan import Items, Segments
-from codec_jax.planning.spec import PlanSpec
+from codec_jax.planning.plan import Items, Steps
+from codec_jax.planning.scans import indptr
+from codec_jax.planning.spec import SHORT_TOKENS, PlanSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,16 +23,19 @@ class CostModel:
       wide_step_ticks: a page for two tiles.
       segment_ticks: what a segment costs besides its steps: first loads, epilogue, results.
       slot_ticks: what a partial result costs to merge; 0 counts it with its segment.
+      short_step_ticks: a page for one tile with few live tokens, see `Steps.is_short`; 0 counts it
+        as any other.
     """
 
     step_ticks: int
     wide_step_ticks: int
     segment_ticks: int
     slot_ticks: int = 0
+    short_step_ticks: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            least, value = (0 if field.name == "slot_ticks" else 1), getattr(self, field.name)
+            least, value = int(field.default is dataclasses.MISSING), getattr(self, field.name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(
                     f"`{field.name}` must be an integer of at least {least}; got {value!r}."
@@ -42,11 +46,45 @@ class CostModel:
         """Costs without a profile: a step costs its tokens, a segment 128 tokens more.
 
         A page for two tiles is read once, and its products overlap: half as much again as for one.
+        Of a short page, the tokens count that two of them share a step by.
         """
         page = spec.page_size
-        return cls(step_ticks=page, wide_step_ticks=page + page // 2, segment_ticks=128)
+        return cls(
+            step_ticks=page,
+            wide_step_ticks=page + page // 2,
+            segment_ticks=128,
+            short_step_ticks=min(page, SHORT_TOKENS),
+        )
 
 
-def item_step_ticks(items: Items | Segments, cost: CostModel) -> Int32[Array, " items"]:
-    """Ticks of one step of each item (or segment)."""
-    return jnp.where(items.num_tiles > 1, cost.wide_step_ticks, cost.step_ticks).astype(jnp.int32)
+class StepTicks(NamedTuple):
+    """What each of a plan's steps costs.
+
+    Attributes:
+      before: ticks of all steps before each one, for one tile each; one entry more than steps.
+      wide: ticks of any step for two tiles.
+    """
+
+    before: Int32[Array, " steps+1"]
+    wide: int
+
+    @classmethod
+    def of(cls, steps: Steps, cost: CostModel) -> Self:
+        """Of these steps."""
+        short = cost.short_step_ticks or cost.step_ticks
+        each = jnp.where(steps.is_short != 0, short, cost.step_ticks).astype(jnp.int32)
+        return cls(indptr(each), cost.wide_step_ticks)
+
+    def sum(
+        self,
+        num_tiles: Int32[Array, " runs"],
+        step_lo: Int32[Array, " runs"],
+        num_steps: Int32[Array, " runs"],
+    ) -> Int32[Array, " runs"]:
+        """Ticks of runs of steps, each for one or two tiles."""
+        narrow = self.before[step_lo + num_steps] - self.before[step_lo]
+        return jnp.where(num_tiles > 1, num_steps * self.wide, narrow)
+
+    def of_items(self, items: Items) -> Int32[Array, " items"]:
+        """Ticks of all steps of each item."""
+        return self.sum(items.num_tiles, items.step_lo, items.num_steps)

@@ -60,11 +60,16 @@ class VirtualNodes(NamedTuple):
     total: Int32[Array, ""]
 
 
+def reach_of(forest: ForestArrays, num_new_tokens: Int32[Array, ""]) -> Int32[Array, " nodes"]:
+    """Tokens that each node can have within `num_new_tokens` more."""
+    return jnp.minimum(forest.kv_len + num_new_tokens, forest.max_kv_len)
+
+
 def node_units(
     forest: ForestArrays, num_new_tokens: Int32[Array, ""], *, spec: PlanSpec
 ) -> NodeUnits:
     """Each node's units, and the pages that it can reach within `num_new_tokens` more tokens."""
-    reach = jnp.minimum(forest.kv_len + num_new_tokens, forest.max_kv_len)
+    reach = reach_of(forest, num_new_tokens)
     pages = (forest.first_row + reach + spec.page_size - 1) // spec.page_size
     live = (reach > 0) & (forest.request_hi > forest.request_lo)
     return NodeUnits(

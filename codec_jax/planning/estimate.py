@@ -139,7 +139,7 @@ def _walked_steps(plan: Plan) -> tuple[Int64[np.ndarray, " walked"], Int64[np.nd
     num = np.asarray(plan.segments.num_steps[: plan.worker_indptr[-1]], np.int64)
     owner = np.repeat(np.arange(num.size), num)
     place = np.arange(owner.size) - (np.cumsum(num) - num)[owner]
-    return owner, plan.segments.step_lo[: num.size][owner] + place
+    return owner, np.asarray(plan.segments.step_lo)[: num.size][owner] + place
 
 
 def _live_rows(plan: Plan, kv_len: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -165,9 +165,8 @@ def _count_workers(plan: Plan, kv_len: np.ndarray | None) -> Int64[np.ndarray, "
     tiles, first_row = segments.num_tiles[: num.size], TILE_ROWS * segments.tile[: num.size]
     owner, step = _walked_steps(plan)
     end_row = first_row + TILE_ROWS * tiles
-    is_masked = (plan.steps.row_lo[step] > first_row[owner]) | (
-        plan.steps.row_hi[step] < end_row[owner]
-    )
+    row_lo, row_hi = np.asarray(plan.steps.row_lo)[step], np.asarray(plan.steps.row_hi)[step]
+    is_masked = (row_lo > first_row[owner]) | (row_hi < end_row[owner])
     start, end = (rows[step] for rows in _live_rows(plan, kv_len))
     is_partial = (start > 0) | (end < page_size)
     is_short = (tiles[owner] == 1) & (plan.steps.is_short[step] != 0)

@@ -47,7 +47,7 @@ def attend_block(
     meanwhile: Callable[[], Any] = lambda: None,
 ) -> tuple[State, Any]:
     """The state with the block's tokens, and what `meanwhile()` gave beside the product with V."""
-    scores = _masked(launch, task, stage, label, _times_keys(launch, task, stage))
+    scores = _masked(launch, task, stage, label, times_keys(launch, task, stage))
     state, weights = state.with_scores(scores, launch.scale)
     _drop_dead_values(launch, task, stage, label)
     weights = weights.astype(launch.smem["v"].dtype)
@@ -55,15 +55,38 @@ def attend_block(
     return state._replace(acc=acc), result
 
 
-def _times_keys(launch: Launch, task: Task, stage):
+def attend_block_and_start_next(
+    launch: Launch, task: Task, stage, label: Label, products, state: State, next_stage
+) -> tuple[State, Any]:
+    """The state with the block's tokens, and the next block's products of queries and keys.
+
+    `products` are this block's. The next one's run beside its softmax.
+    """
+
+    def run(next_products):
+        _start_times_keys(launch, task, next_stage, next_products)
+        scores = _masked(launch, task, stage, label, products)
+        after, weights = state.with_scores(scores, launch.scale)
+        _drop_dead_values(launch, task, stage, label)
+        weights = weights.astype(launch.smem["v"].dtype)
+        acc, _ = _add_values(launch, task, after.acc, weights, stage, lambda: None)
+        return after._replace(acc=acc), next_products[...]
+
+    return pl.run_scoped(run, plgpu.ACC((BLOCK_Q, BLOCK_KV), jnp.float32))
+
+
+def times_keys(launch: Launch, task: Task, stage):
     """Products of queries and keys, [64 query rows, 64 tokens]."""
-    keys = launch.smem["k"].at[stage]
 
     def product(acc):
-        plgpu.wgmma(acc, task.queries, keys.transpose((1, 0)))
+        _start_times_keys(launch, task, stage, acc)
         return acc[...]
 
     return pl.run_scoped(product, plgpu.ACC((BLOCK_Q, BLOCK_KV), jnp.float32))
+
+
+def _start_times_keys(launch: Launch, task: Task, stage, acc) -> None:
+    plgpu.wgmma(acc, task.queries, launch.smem["k"].at[stage].transpose((1, 0)))
 
 
 def _masked(launch: Launch, task: Task, stage, label: Label, scores):

@@ -12,7 +12,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.block_attention import Task, attend_block
+from pallas_kernels.block_attention import (
+    Task,
+    attend_block,
+    attend_block_and_start_next,
+    times_keys,
+)
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import BLOCK_Q
 from pallas_kernels.labels import Label, read_label
@@ -122,21 +127,23 @@ def _attend(launch: Launch, task: Task, ring):
         return place.ring, state
 
     def run_every_block(task: Task):
-        # The next block is waited for beside the product with this one's values.
         def run(carry):
-            place, state = carry
-            state, following = attend_block(
-                launch,
-                task,
-                launch.place("kv", place.ring),
-                place.label,
-                state,
-                lambda: after(place),
+            place, products, state = carry
+            following = after(place)
+            # Past the end, any keys: the products are not used.
+            next_stage = launch.place("kv", following.ring - following.is_past)
+            stage = launch.place("kv", place.ring)
+            state, products = attend_block_and_start_next(
+                launch, task, stage, place.label, products, state, next_stage
             )
             let_go(place.ring)
-            return following, state
+            return following, products, state
 
-        return until_past(run, look(ring))
+        first = look(ring)
+        products = times_keys(launch, task, launch.place("kv", ring))
+        carry = first, products, State.empty(head_dim)
+        place, _, state = lax.while_loop(lambda carry: carry[0].is_past == 0, run, carry)
+        return place.ring, state
 
     def run_every_other_block():
         # The other warpgroup multiplies meanwhile: a block is let go as early as possible.

@@ -78,9 +78,10 @@ class State(NamedTuple):
         factor, scaled_top = scale.of_rows(top)
         # Exactly 1 where the maximum stays: what comes with every block would add up.
         decay = jnp.exp2((self.top - top) * factor)
+        acc = scale_rows(self.acc, decay)
         weights = jnp.exp2(scale_rows(scores, factor) - _over_columns(scaled_top, scores.shape))
         total = self.total * decay + weights.sum(axis=1)
-        return State(scale_rows(self.acc, decay), top, total), weights
+        return State(acc, top, total), weights
 
     def merged(self, other: "State", scale: Scale) -> "State":
         """Both states' keys together."""

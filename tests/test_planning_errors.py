@@ -96,7 +96,8 @@ def test_capacity_refuses_what_is_not_positive(name):
 @pytest.mark.parametrize("value", [-1, 0.5])
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CostModel)])
 def test_cost_refuses_what_is_no_number_of_ticks(name, value):
-    rule = rf"^`{name}` must be an integer of at least {int(name != 'slot_ticks')}; got {value}\.$"
+    least = 0 if name in ("slot_ticks", "short_step_ticks") else 1
+    rule = rf"^`{name}` must be an integer of at least {least}; got {value}\.$"
     with pytest.raises(ValueError, match=rule):
         dataclasses.replace(CostModel.closed_form(SMALL.spec), **{name: value})
 

@@ -102,6 +102,12 @@ def test_cost_refuses_what_is_no_number_of_ticks(name, value):
         dataclasses.replace(CostModel.closed_form(SMALL.spec), **{name: value})
 
 
+def test_a_short_step_costs_no_more_than_another():
+    rule = r"^`short_step_ticks` must be at most `step_ticks`, 2; got 3\.$"
+    with pytest.raises(ValueError, match=rule):
+        CostModel(step_ticks=2, wide_step_ticks=3, segment_ticks=1, short_step_ticks=3)
+
+
 def test_an_unknown_policy_lists_the_known_ones(batch):
     rule = rf"^`policy` must be one of {', '.join(POLICIES)}; got 'fastest'\.$"
     with pytest.raises(ValueError, match=rule):

@@ -52,7 +52,9 @@ def brute_force(plan, kv_len):
             for step in range(plan.segments.num_steps[i]):
                 step += plan.segments.step_lo[i]
                 end = kv_len[plan.steps.node[step]] - plan.steps.kv_start[step]
-                if plan.page_size >= 64 and num_tiles == 1 and end <= 32:
+                rows = plan.steps.row_lo[step], plan.steps.row_hi[step] - 1
+                is_narrow = rows[0] // 64 == rows[1] // 64
+                if plan.page_size >= 64 and is_narrow and 0 < end <= 32:
                     worker[w, 5] += 1
                     continue
                 worker[w, num_tiles] += 1

@@ -40,6 +40,11 @@ class CostModel:
                 raise ValueError(
                     f"`{field.name}` must be an integer of at least {least}; got {value!r}."
                 )
+        if self.short_step_ticks > self.step_ticks:
+            raise ValueError(
+                f"`short_step_ticks` must be at most `step_ticks`, {self.step_ticks}; got"
+                f" {self.short_step_ticks}."
+            )
 
     @classmethod
     def closed_form(cls, spec: PlanSpec) -> Self:
@@ -74,7 +79,9 @@ class StepTicks(NamedTuple):
     def of(cls, steps: Steps, cost: CostModel) -> Self:
         """Of these steps."""
         short = cost.short_step_ticks or cost.step_ticks
-        each = jnp.where(steps.is_short != 0, short, cost.step_ticks).astype(jnp.int32)
+        each = jnp.where(steps.is_short != 0, short, cost.step_ticks)
+        # Padding costs nothing: the sum of a large capacity must not pass 2**31.
+        each = jnp.where(steps.row_hi > steps.row_lo, each, 0).astype(jnp.int32)
         return cls(indptr(each), cost.step_ticks, cost.wide_step_ticks)
 
     def sum(

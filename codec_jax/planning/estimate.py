@@ -162,11 +162,15 @@ def _is_short(plan: Plan, kv_len: np.ndarray | None) -> np.ndarray:
 
 
 def _loaded_parts(plan: Plan, kv_len: np.ndarray | None) -> np.ndarray:
-    """How much of each step's page is loaded: whole blocks, and of the last one a box."""
+    """How much of each step's page is loaded: whole blocks, and of the last one a box.
+
+    Of a short one half a block, which another one shares.
+    """
     end = np.clip(_live_rows(plan, kv_len)[1], 0, plan.page_size)
     blocks, rest = np.divmod(end, _BLOCK)
     box = np.array((0, *_BOXES))[np.searchsorted(_BOXES, rest) + (rest > 0)]
-    return np.minimum(blocks * _BLOCK + box, plan.page_size) / plan.page_size
+    tokens = np.where(_is_short(plan, kv_len), SHORT_TOKENS, blocks * _BLOCK + box)
+    return np.minimum(tokens, plan.page_size) / plan.page_size
 
 
 def _count_workers(plan: Plan, kv_len: np.ndarray | None) -> Int64[np.ndarray, "workers costs"]:

@@ -10,7 +10,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import Block, Contents, Cursor, Walk
+from pallas_kernels.blocks import Block, Contents, Cursor, Held, Walk
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import (
     BLOCK_KV,
@@ -152,26 +152,28 @@ def load_segments(launch: Launch) -> None:
 
         load_queries(segment, num_queries)
 
-        def run_block(cursor: Cursor):
-            contents = walk.read_contents(cursor, may_share=segment.num_tiles == 1)
-            end = cursor.block + 1 + jnp.where(contents.is_shared, jnp.int32(1), jnp.int32(0))
-            is_last = end == walk.num_blocks
-            # The last block is passed on even if it is dead: its label ends the segment.
-            is_passed_on = contents.block.live.is_live() | is_last
+        def run_block(carry):
+            cursor, held = carry
+            passing = walk.pass_on(cursor, held, may_hold=segment.num_tiles == 1)
 
-            @pl.when(is_passed_on)
+            @pl.when(passing.is_any)
             def _():
                 wait_until_free("kv", cursor.ring)
-                fill(contents, segment.kv_head, cursor.ring, is_last=is_last)
+                fill(passing.contents, segment.kv_head, cursor.ring, is_last=passing.is_last)
 
             # After the block's own loads.
-            @pl.when(walk.is_first_of_chunk(cursor))
+            @pl.when(walk.is_first_of_chunk(cursor) & walk.is_inside(cursor))
             def _():
                 load_next_chunk(cursor)
 
-            return walk.skip(cursor, end, is_passed_on=is_passed_on)
+            return walk.skip(cursor, is_passed_on=passing.is_any), passing.held
 
-        cursor = lax.while_loop(walk.is_inside, run_block, walk.begin(cursor))
+        def is_left(carry):
+            cursor, held = carry
+            return walk.is_inside(cursor) | (held.number == 1)
+
+        carry = walk.begin(cursor), Held.none()
+        cursor, _ = lax.while_loop(is_left, run_block, carry)
         return cursor, num_queries + segment.num_tiles
 
     # By ordinary loads, beside those of the worker's row: one trip to memory instead of two.

@@ -245,10 +245,11 @@ def test_new_tokens_reserve_steps_on_private_leaves_only():
 
 def test_a_page_that_will_grow_is_not_short():
     """30 tokens are; with 2 more to come still, with 3 no more. A shared wide node never is."""
-    case = Case(page_size=64, group_size=64, max_requests=4)
+    case = Case(page_size=64, group_size=64, max_requests=8)
     batch = case.batch([[1] * 64 + [2 + i] * 30 for i in range(3)] + [[9] * 20, [9] * 20 + [8]])
-    room = np.full(batch.arrays.kv_len.size, 100, np.int32)
-    arrays = batch.arrays._replace(max_kv_len=room)
+    kv_len = batch.arrays.kv_len
+    may_grow = (kv_len > 0) & (kv_len < 64)
+    arrays = batch.arrays._replace(max_kv_len=np.where(may_grow, kv_len + 3, kv_len))
     for num_new_tokens, shortest in ((0, 30), (2, 30), (3, 29)):
         plan = case.plan(arrays, num_new_tokens=num_new_tokens)
         steps = plan.steps

@@ -45,8 +45,8 @@ def random_items(rng, shape, steps_per_worker, *, num_kv_heads, num_workers):
 
 def uniform_steps(cost):
     """More full pages than any item has, from the first of which all items start."""
-    zeros = jnp.zeros(MAX_STEPS, jnp.int32)
-    return StepTicks.of(Steps(*[zeros] * len(dataclasses.fields(Steps))), cost)
+    columns = {field.name: jnp.zeros(MAX_STEPS, jnp.int32) for field in dataclasses.fields(Steps)}
+    return StepTicks.of(Steps(**columns | {"row_hi": jnp.ones(MAX_STEPS, jnp.int32)}), cost)
 
 
 def step_ticks(items, cost):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from codec_jax.planning.plan import Items, Steps
-from codec_jax.planning.scans import indptr
+from codec_jax.planning.scans import indptr, owner_of
 from codec_jax.planning.spec import SHORT_TOKENS, PlanSpec
 
 
@@ -40,6 +40,11 @@ class CostModel:
                 raise ValueError(
                     f"`{field.name}` must be an integer of at least {least}; got {value!r}."
                 )
+        if self.short_step_ticks > self.step_ticks:
+            raise ValueError(
+                f"`short_step_ticks` must be at most `step_ticks`, {self.step_ticks}; got"
+                f" {self.short_step_ticks}."
+            )
 
     @classmethod
     def closed_form(cls, spec: PlanSpec) -> Self:
@@ -62,18 +67,22 @@ class StepTicks(NamedTuple):
 
     Attributes:
       before: ticks of all steps before each one, for one tile each; one entry more than steps.
+      full: ticks of a step that is not short; those past the end, of a plan that overflowed, too.
       wide: ticks of any step for two tiles.
     """
 
     before: Int32[Array, " steps+1"]
+    full: int
     wide: int
 
     @classmethod
     def of(cls, steps: Steps, cost: CostModel) -> Self:
         """Of these steps."""
         short = cost.short_step_ticks or cost.step_ticks
-        each = jnp.where(steps.is_short != 0, short, cost.step_ticks).astype(jnp.int32)
-        return cls(indptr(each), cost.wide_step_ticks)
+        each = jnp.where(steps.is_short != 0, short, cost.step_ticks)
+        # Padding costs nothing: the sum of a large capacity must not pass 2**31.
+        each = jnp.where(steps.row_hi > steps.row_lo, each, 0).astype(jnp.int32)
+        return cls(indptr(each), cost.step_ticks, cost.wide_step_ticks)
 
     def sum(
         self,
@@ -82,8 +91,22 @@ class StepTicks(NamedTuple):
         num_steps: Int32[Array, " runs"],
     ) -> Int32[Array, " runs"]:
         """Ticks of runs of steps, each for one or two tiles."""
-        narrow = self.before[step_lo + num_steps] - self.before[step_lo]
+        narrow = self.until(step_lo + num_steps) - self.until(step_lo)
         return jnp.where(num_tiles > 1, num_steps * self.wide, narrow)
+
+    def until(self, step: Int32[Array, " runs"]) -> Int32[Array, " runs"]:
+        """Ticks of all steps before these, for one tile each."""
+        last = self.before.shape[0] - 1
+        return self.before[jnp.minimum(step, last)] + jnp.maximum(step - last, 0) * self.full
+
+    def nearest(self, ticks: Int32[Array, " cuts"]) -> Int32[Array, " cuts"]:
+        """The step whose start is nearest, of two at the same distance the later one."""
+        before, last = self.before, self.before.shape[0] - 1
+        after = jnp.clip(owner_of(ticks, before), 1, last)
+        is_later = before[after] - ticks <= ticks - before[after - 1]
+        past = last + (ticks - before[last] + self.full // 2) // self.full
+        inside = after - 1 + is_later.astype(jnp.int32)
+        return jnp.where(ticks > before[last], past, inside)
 
     def of_items(self, items: Items) -> Int32[Array, " items"]:
         """Ticks of all steps of each item."""

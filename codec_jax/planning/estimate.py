@@ -122,7 +122,7 @@ def count_work(plan: Plan, *, kv_len: np.ndarray | None = None) -> PlanWork:
     np.maximum.at(unique, entry[used], part[used])
     walked = _walked_steps(plan)[1]
     slots = _slots_of_tiles(plan)
-    computed = np.where(steps.is_short != 0, SHORT_TOKENS / plan.page_size, 1.0)
+    computed = np.where(_is_short(plan, kv_len), SHORT_TOKENS / plan.page_size, 1.0)
     rows = float(((steps.row_hi - steps.row_lo) * computed).sum())
     return PlanWork(
         worker=_count_workers(plan, kv_len),
@@ -150,12 +150,27 @@ def _live_rows(plan: Plan, kv_len: np.ndarray | None) -> tuple[np.ndarray, np.nd
     return -start, np.asarray(kv_len)[plan.steps.node] - start
 
 
+def _is_short(plan: Plan, kv_len: np.ndarray | None) -> np.ndarray:
+    """Which steps are for one tile, and for few live tokens; as the plan says without `kv_len`."""
+    steps = plan.steps
+    if kv_len is None or plan.page_size < 2 * SHORT_TOKENS:
+        return np.asarray(steps.is_short) != 0
+    end = _live_rows(plan, kv_len)[1]
+    row_lo, row_hi = np.asarray(steps.row_lo), np.asarray(steps.row_hi)
+    is_narrow = row_lo // TILE_ROWS == (row_hi - 1) // TILE_ROWS
+    return is_narrow & (end > 0) & (end <= SHORT_TOKENS)
+
+
 def _loaded_parts(plan: Plan, kv_len: np.ndarray | None) -> np.ndarray:
-    """How much of each step's page is loaded: whole blocks, and of the last one a box."""
+    """How much of each step's page is loaded: whole blocks, and of the last one a box.
+
+    Of a short one half a block, which another one shares.
+    """
     end = np.clip(_live_rows(plan, kv_len)[1], 0, plan.page_size)
     blocks, rest = np.divmod(end, _BLOCK)
     box = np.array((0, *_BOXES))[np.searchsorted(_BOXES, rest) + (rest > 0)]
-    return np.minimum(blocks * _BLOCK + box, plan.page_size) / plan.page_size
+    tokens = np.where(_is_short(plan, kv_len), SHORT_TOKENS, blocks * _BLOCK + box)
+    return np.minimum(tokens, plan.page_size) / plan.page_size
 
 
 def _count_workers(plan: Plan, kv_len: np.ndarray | None) -> Int64[np.ndarray, "workers costs"]:
@@ -169,9 +184,7 @@ def _count_workers(plan: Plan, kv_len: np.ndarray | None) -> Int64[np.ndarray, "
     is_masked = (row_lo > first_row[owner]) | (row_hi < end_row[owner])
     start, end = (rows[step] for rows in _live_rows(plan, kv_len))
     is_partial = (start > 0) | (end < page_size)
-    is_short = (tiles[owner] == 1) & (plan.steps.is_short[step] != 0)
-    if kv_len is not None and page_size >= 2 * SHORT_TOKENS:
-        is_short = (tiles[owner] == 1) & (end <= SHORT_TOKENS)
+    is_short = _is_short(plan, kv_len)[step]
 
     def per_segment(values: np.ndarray) -> np.ndarray:
         return np.bincount(owner, values & ~is_short, num.size)

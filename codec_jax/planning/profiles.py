@@ -71,6 +71,11 @@ class CostProfile:
         """Keys and values of a page, of one KV head."""
         return 2 * self.page_size * self.head_dim * ITEMSIZE[self.dtype]
 
+    def _short_step_ticks(self) -> int:
+        """0 where none was measured; no more than any other step costs."""
+        most = max(1, round((self.step_us + self.masked_us) * TICKS_PER_US))
+        return min(max(1, round(self.short_us * TICKS_PER_US)), most) if self.short_us else 0
+
     @property
     def worker_costs(self) -> tuple[float, ...]:
         """Microseconds of each of `WORKER_COSTS`."""
@@ -104,7 +109,7 @@ class CostProfile:
             segment_ticks=ticks(self.segment_us, least=1),
             # Merging is the work of all workers together.
             slot_ticks=ticks(self.slot_us * self.num_workers, least=0),
-            short_step_ticks=ticks(self.short_us, least=0),
+            short_step_ticks=self._short_step_ticks(),
         )
 
 

@@ -74,8 +74,8 @@ def _place_cuts(
     pair = jnp.minimum(owner_of(target, pairs.line_end), pairs.line_end.shape[0] - 1)
     steps, first = pairs.num_steps[pair], pairs.step_lo[pair]
     offset = target - pairs.line_start[pair] - cost.segment_ticks
-    before, wide = step_ticks
-    nearest_narrow = _nearest(before, before[first] + offset) - first
+    wide = step_ticks.wide
+    nearest_narrow = step_ticks.nearest(step_ticks.until(first) + offset) - first
     nearest_wide = (offset + wide // 2) // wide
     step = jnp.clip(jnp.where(pairs.num_tiles[pair] > 1, nearest_wide, nearest_narrow), 0, steps)
     nearest = jnp.where(2 * step >= steps, steps, 0)
@@ -84,13 +84,6 @@ def _place_cuts(
     same = (pair[1:] == pair[:-1]) & (step[1:] == step[:-1])
     is_first = jnp.concatenate([jnp.ones(min(target.shape[0], 1), bool), ~same])
     return Cuts(pair, step, inside, inside & is_first)
-
-
-def _nearest(ascending: Int32[Array, " n"], values: Int32[Array, " m"]) -> Int32[Array, " m"]:
-    """The entry nearest to each value, of two at the same distance the later one."""
-    after = jnp.clip(owner_of(values, ascending), 1, ascending.shape[0] - 1)
-    is_later = ascending[after] - values <= values - ascending[after - 1]
-    return after - 1 + is_later.astype(jnp.int32)
 
 
 def _cut(pairs: Pairs, cuts: Cuts, *, capacity: int) -> tuple[Pieces, Int32[Array, " workers+1"]]:

@@ -3,6 +3,7 @@
 Runs share their shapes with each other, so only the first one in a process compiles.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -366,8 +367,15 @@ def test_interrupt_keeps_what_has_ended(tmp_path):
     command = [sys.executable, "-m", "experiments.generate"]
     command += [f"--prompts_file={prompts}", f"--output={output}"]
     terminal, stderr = pty.openpty()
+    # A shell starts what runs in its background with the interrupt ignored, and so would this be.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        preexec_fn=heed,
     ) as process:
         os.close(stderr)
         shown = read_until(terminal, b"1 of 25 samples ended", seconds=120)

@@ -36,6 +36,19 @@ def two_warpgroups():
     return KernelConfig(num_stages=2, num_query_buffers=3, interpretable=True)
 
 
+def batch_of(lists, *, page_size=64, group_size=4):
+    """A batch in bfloat16 with one KV head of 64 columns."""
+    return make_batch(
+        lists,
+        page_size=page_size,
+        num_kv_heads=1,
+        group_size=group_size,
+        head_dim=64,
+        dtype="bfloat16",
+        q_dtype="bfloat16",
+    )
+
+
 def interpreted(batch, plan, page_size, config, *, factor=1.0):
     """out and lse of every request, the usual scale of the logits times `factor`."""
     cache = batch.cache()
@@ -75,15 +88,7 @@ def interpreted(batch, plan, page_size, config, *, factor=1.0):
 def test_right_and_without_races(page_size, num_workers, make_config, capfd):
     """A node of two tiles, streams of partly live pages, NaN in every dead row; several slots."""
     lists = [[1] * (page_size + 70) + [2 + i] * 40 for i in range(3)] + [[9] * 5]
-    batch = make_batch(
-        lists,
-        page_size=page_size,
-        num_kv_heads=1,
-        group_size=32,
-        head_dim=64,
-        dtype="bfloat16",
-        q_dtype="bfloat16",
-    )
+    batch = batch_of(lists, page_size=page_size, group_size=32)
     spec = PlanSpec(num_kv_heads=1, group_size=32, page_size=page_size, num_workers=num_workers)
     result = interpreted(batch, build_plan(batch.arrays, spec), page_size, make_config())
     out, lse = batch.expected()
@@ -106,15 +111,7 @@ def test_right_and_without_races(page_size, num_workers, make_config, capfd):
 def test_starts_of_pages_share_blocks(page_size, num_workers, num_stages, lengths, capfd):
     """Two short pages are one block, also with others between them; NaN behind each."""
     lists = [[1] * page_size + [2 + i] * length for i, length in enumerate(lengths)]
-    batch = make_batch(
-        lists,
-        page_size=page_size,
-        num_kv_heads=1,
-        group_size=4,
-        head_dim=64,
-        dtype="bfloat16",
-        q_dtype="bfloat16",
-    )
+    batch = batch_of(lists, page_size=page_size)
     spec = PlanSpec(num_kv_heads=1, group_size=4, page_size=page_size, num_workers=num_workers)
     config = KernelConfig(num_stages=num_stages, num_query_buffers=3, interpretable=True)
     result = interpreted(batch, build_plan(batch.arrays, spec), page_size, config)
@@ -129,15 +126,7 @@ def test_starts_of_pages_share_blocks(page_size, num_workers, num_stages, length
 def test_scores_of_any_size(exponent):
     """Scores whose rounding alone would make a weight overflow, or a row look empty."""
     lists = [[1] * 80 + [2 + i] * 9 for i in range(3)] + [[9] * 5]
-    batch = make_batch(
-        lists,
-        page_size=64,
-        num_kv_heads=1,
-        group_size=4,
-        head_dim=64,
-        dtype="bfloat16",
-        q_dtype="bfloat16",
-    )
+    batch = batch_of(lists)
     q = np.asarray(batch.q, np.float32) * np.float32(2.0) ** exponent
     batch = dataclasses.replace(batch, q=q.astype(batch.q.dtype))
     spec = PlanSpec(num_kv_heads=1, group_size=4, page_size=64, num_workers=1)
@@ -151,15 +140,7 @@ def test_scores_of_any_size(exponent):
 def test_any_scale_of_the_logits(factor):
     """A masked score stays below any other, and a weight is at most 1 however large the scores."""
     lists = [[1] * 20 + [2 + i] * 9 for i in range(3)] + [[9] * 5]
-    batch = make_batch(
-        lists,
-        page_size=64,
-        num_kv_heads=1,
-        group_size=4,
-        head_dim=64,
-        dtype="bfloat16",
-        q_dtype="bfloat16",
-    )
+    batch = batch_of(lists)
     spec = PlanSpec(num_kv_heads=1, group_size=4, page_size=64, num_workers=2)
     plan = build_plan(batch.arrays, spec)
     result = interpreted(batch, plan, 64, two_warpgroups(), factor=factor)

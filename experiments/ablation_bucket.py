@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,17 +21,21 @@ from codec_jax.planning.spec import Workload as PlanWork
 from experiments.attention_step import (
     CompiledStep,
     Inputs,
+    Measurable,
     MeasureConfig,
     arguments_of,
+    checked_row,
     compile_attention,
     describe,
     implementation_of,
     make_inputs,
     make_pool,
-    measure_step,
+    reference_of,
     spec_of,
+    timed_rows,
 )
 from experiments.cli import say
+from experiments.dense_check import DenseReference
 from experiments.provenance import provenance
 from experiments.workloads import AnyWorkload, padded
 
@@ -66,10 +70,6 @@ class Bucket:
         return build_plan(
             self.forests[name], self.spec, policy=policy, capacity=self.capacity, cost=self.cost
         )
-
-    def first_of_each_policy(self) -> list[tuple[str, str]]:
-        """One job for each policy."""
-        return list({policy: (name, policy) for name, policy in reversed(self.jobs)}.values())
 
 
 def make_bucket(
@@ -138,31 +138,52 @@ def compile_bucket(bucket: Bucket, config: MeasureConfig) -> Any:
     )
 
 
-def measure_bucket(
-    bucket: Bucket, program: Any, *, config: MeasureConfig
-) -> Iterator[dict[str, Any]]:
-    """A row for each case and policy, a case's policies one after the other.
+class ReadyBucket(NamedTuple):
+    """A bucket whose plans have run once and are checked.
+
+    Attributes:
+      left_out: rows of the plans that are too large.
+      cases: of each case what is timed, policy by policy.
+    """
+
+    left_out: list[dict[str, Any]]
+    cases: list[list[Measurable]]
+
+
+def prepare_bucket(
+    cases: Sequence[AnyWorkload], *, policies: Sequence[str], config: MeasureConfig
+) -> ReadyBucket:
+    """Everything but the times: the programs, the plans, how far their results are from dense."""
+    bucket = make_bucket(cases, policies, config)
+    left_out = list(_left_out(bucket, config))
+    program = compile_bucket(bucket, config)
+    if program is None:
+        return ReadyBucket(left_out, [])
+    num_pages = next(iter(bucket.forests.values())).page_list.size
+    pool = make_pool(bucket.workloads[0], config, num_pages=num_pages)
+    ready = []
+    for case in bucket.workloads:
+        inputs = make_inputs(case, bucket.forests[case.name], pool, config=config)
+        check = functools.partial(
+            _check, inputs=inputs, reference=reference_of(inputs), bucket=bucket, program=program
+        )
+        mine = [policy for name, policy in bucket.jobs if name == case.name]
+        ready.append([check(case, policy, config=config) for policy in mine])
+    return ReadyBucket(left_out, ready)
+
+
+def measure_bucket(ready: ReadyBucket, *, config: MeasureConfig) -> list[dict[str, Any]]:
+    """A row for each case and policy, a case's policies one after the other in one record.
 
     First those of plans that are too large, each with the reason in `skipped`.
     """
-    yield from _left_out(bucket, config)
-    if not bucket.jobs:
-        return
-    num_pages = next(iter(bucket.forests.values())).page_list.size
-    pool = make_pool(bucket.workloads[0], config, num_pages=num_pages)
-    for case in bucket.workloads:
-        inputs = make_inputs(case, bucket.forests[case.name], pool, config=config)
-        for policy in [policy for name, policy in bucket.jobs if name == case.name]:
-            row = _measure(case, policy, inputs, bucket=bucket, program=program, config=config)
+    rows = list(ready.left_out)
+    for case in ready.cases:
+        found = timed_rows(case, config=config)
+        for row in found:
             say(describe(row))
-            yield row
-
-
-def _left_out(bucket: Bucket, config: MeasureConfig) -> Iterator[dict[str, Any]]:
-    for (name, policy), steps in bucket.skipped.items():
-        reason = f"the plan would have {steps} steps, more than {MAX_STEPS}"
-        say(f"{name} {policy} left out: {reason}")
-        yield {"case": name, "policy": policy, "skipped": reason, **provenance(config.commit)}
+        rows += found
+    return rows
 
 
 def prediction_of(plan: Plan, bucket: Bucket) -> dict[str, Any]:
@@ -181,21 +202,29 @@ def prediction_of(plan: Plan, bucket: Bucket) -> dict[str, Any]:
     return fields
 
 
-def _measure(
+def _check(
     case: AnyWorkload,
     policy: str,
-    inputs: Inputs,
     *,
+    inputs: Inputs,
+    reference: DenseReference,
     bucket: Bucket,
     program: Any,
     config: MeasureConfig,
-) -> dict[str, Any]:
+) -> Measurable:
     make_plan = functools.partial(bucket.plan, case.name, policy)
     plan = make_plan()
     rows, resolved = arguments_of(inputs.q, inputs.kv, plan, implementation=inputs.implementation)
     compiled = CompiledStep(inputs, plan, program, (rows, inputs.kv.pool, resolved))
-    row = measure_step(case, policy, compiled, plan=make_plan, config=config)
-    return row | prediction_of(plan, bucket)
+    row = checked_row(case, policy, compiled, config=config, reference=reference)
+    return Measurable(row | prediction_of(plan, bucket), compiled.call, make_plan)
+
+
+def _left_out(bucket: Bucket, config: MeasureConfig) -> Iterator[dict[str, Any]]:
+    for (name, policy), steps in bucket.skipped.items():
+        reason = f"the plan would have {steps} steps, more than {MAX_STEPS}"
+        say(f"{name} {policy} left out: {reason}")
+        yield {"case": name, "policy": policy, "skipped": reason, **provenance(config.commit)}
 
 
 def _num_steps(forest: ForestArrays, spec: PlanSpec, policy: str) -> int:

@@ -6,8 +6,8 @@ What `kernel_roofline` and `planner_ablation` have in common.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ from codec_jax.attention import (
     stored_head_dim,
 )
 from codec_jax.attention_rows import pack_rows, unpack_rows
-from experiments.dense_check import max_relative_error
+from experiments.dense_check import DenseReference, dense_reference, largest_errors
 from experiments.provenance import implementation_in, provenance
-from experiments.timing import time_calls
+from experiments.timing import Timing, time_each
 from experiments.workloads import AnyWorkload
 
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 790e6
@@ -40,6 +40,7 @@ class MeasureConfig:
     Attributes:
       dtype, page_size, implementation: as for `generate`.
       num_runs: timed calls of each case.
+      num_processes: that compile beside each other, see `experiments.processes`.
       smoke: without times, on any device.
       commit: of the sources, where no repository travels along.
       output: JSON lines file; None writes none.
@@ -49,9 +50,15 @@ class MeasureConfig:
     page_size: int = 64
     implementation: str | None = None
     num_runs: int = 20
+    num_processes: int = 1
     smoke: bool = False
     commit: str | None = None
     output: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_runs", "num_processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be positive; got {getattr(self, name)}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,26 +187,24 @@ def compile_attention(
     return jax.jit(attention).lower(rows, pool, resolved).compile()
 
 
-def measure_step(
+def checked_row(
     workload: AnyWorkload,
     policy: str,
     compiled: CompiledStep,
     *,
-    plan: Callable[[], Plan],
     config: MeasureConfig,
+    reference: DenseReference | None = None,
 ) -> dict[str, Any]:
-    """A result row: times against the floor, errors against dense attention, the plan's sizes.
+    """A result row without times: errors against dense attention, the plan's sizes.
 
     Args:
       workload, policy: what `compiled` is of.
-      compiled: what is timed.
-      plan: makes the plan again; everything in it is compiled.
-      config: dtype, runs, commit; a smoke test has no times.
+      compiled: what is run.
+      config: dtype, commit.
+      reference: of its inputs; by default it is made here.
     """
     inputs = compiled.inputs
-    error, lse_error = max_relative_error(
-        compiled.unpacked(), inputs.q, inputs.kv, inputs.forest, logits_scale=inputs.logits_scale
-    )
+    error, lse_error = largest_errors(compiled.unpacked(), reference or reference_of(inputs))
     return {
         "case": workload.name,
         "policy": policy,
@@ -210,9 +215,7 @@ def measure_step(
         "head_dim": workload.head_dim,
         "page_size": config.page_size,
         "batch_size": workload.batch_size,
-        **_times(workload, compiled, config=config),
         "floor_us": floor_us_of(workload, config.dtype),
-        "plan_us": _wall_us(plan),
         "kv_bytes": workload.kv_bytes(jnp.dtype(config.dtype).itemsize),
         "max_rel_err": error,
         "max_lse_err": lse_error,
@@ -220,6 +223,34 @@ def measure_step(
         "slots": int(compiled.plan.counts.slots),
         **provenance(config.commit),
     }
+
+
+def reference_of(inputs: Inputs) -> DenseReference:
+    """Dense attention of the inputs."""
+    return dense_reference(inputs.q, inputs.kv, inputs.forest, logits_scale=inputs.logits_scale)
+
+
+class Measurable(NamedTuple):
+    """A checked row, what is timed for it, and what makes its plan again."""
+
+    row: dict[str, Any]
+    call: Callable[[], Any]
+    plan: Callable[[], Plan]
+
+
+def timed_rows(ready: Sequence[Measurable], *, config: MeasureConfig) -> list[dict[str, Any]]:
+    """The rows with their times, one after the other in one record of the profiler.
+
+    A smoke test has no times, but for that of planning.
+    """
+    fields = [dict.fromkeys(("time_us", "p10_us", "p90_us", "floor_share"))] * len(ready)
+    if not config.smoke:
+        timings = time_each([each.call for each in ready], num_runs=config.num_runs)
+        fields = [_fields(each.row, t) for each, t in zip(ready, timings, strict=True)]
+    return [
+        each.row | times | {"plan_us": _wall_us(each.plan)}
+        for each, times in zip(ready, fields, strict=True)
+    ]
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -231,17 +262,12 @@ def describe(row: dict[str, Any]) -> str:
     return f"{line}, error {row['max_rel_err']:.1e}, lse {row['max_lse_err']:.1e}"
 
 
-def _times(
-    workload: AnyWorkload, compiled: CompiledStep, *, config: MeasureConfig
-) -> dict[str, Any]:
-    if config.smoke:
-        return dict.fromkeys(("time_us", "p10_us", "p90_us", "floor_share"))
-    timing = time_calls(compiled.call, num_runs=config.num_runs)
+def _fields(row: dict[str, Any], timing: Timing) -> dict[str, Any]:
     return {
         "time_us": timing.median_us,
         "p10_us": timing.p10_us,
         "p90_us": timing.p90_us,
-        "floor_share": floor_us_of(workload, config.dtype) / timing.median_us,
+        "floor_share": row["floor_us"] / timing.median_us,
         "kernels": [[name, round(us, 2)] for name, us in timing.kernels],
     }
 

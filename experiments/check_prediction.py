@@ -6,17 +6,16 @@
 Needs the device's cost profile, see `experiments.profile_cost`, which has seen none of these plans;
 take a `--seed` that was chosen after the profile. A row for each case and policy: case, policy,
 predicted_us, bound_by (work, memory or compute), time_us, rel_err = predicted / measured - 1.
-Expected: a median error of 10%, at worst 25%; about 0.3 s a row.
+Expected: a median error of 10%, at worst 25%.
 """
 
 import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +37,7 @@ from experiments.prediction_cases import (
     random_case,
     workload_case,
 )
+from experiments.processes import Stages, run_jobs
 from experiments.profile_cost_points import Timer
 from experiments.provenance import provenance
 from experiments.random_forests import ForestSizes
@@ -61,6 +61,7 @@ class CheckConfig:
       num_forests, seed: random forests.
       dtype, page_size: of keys and values.
       num_runs: timed calls of each plan.
+      num_processes: that compile beside each other, see `experiments.processes`.
       profile: file of cost profiles; None takes the device's.
       output: JSON lines file; None writes none.
       smoke: tiny cases on the XLA path, on any device, without times.
@@ -74,6 +75,7 @@ class CheckConfig:
     dtype: str = "bfloat16"
     page_size: int = 64
     num_runs: int = 10
+    num_processes: int = 1
     profile: str | None = None
     output: str | None = None
     smoke: bool = False
@@ -82,7 +84,7 @@ class CheckConfig:
     def __post_init__(self) -> None:
         for policy in self.policies:
             policy_named(policy)
-        for name, least in (("num_forests", 0), ("seed", 0), ("num_runs", 1)):
+        for name, least in (("num_forests", 0), ("seed", 0), ("num_runs", 1), ("num_processes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}; got {getattr(self, name)}.")
 
@@ -92,8 +94,16 @@ class CheckConfig:
         return self.policies or tuple(POLICIES)
 
 
+class ReadyBench(NamedTuple):
+    """A bench with its program, and its plans with their predictions."""
+
+    bench: PlanBench
+    program: Any
+    planned: list[PlannedCase]
+
+
 def run(config: CheckConfig, *, timer: Timer | None = time_each) -> list[dict[str, Any]]:
-    """A row for each case and policy, also written to `config.output`."""
+    """A row for each case and policy; `config.output` is written whenever a batch is done."""
     profiles, rows = find_profiles(config), []
     origin = provenance(config.commit)
     batches = make_batches(
@@ -107,25 +117,34 @@ def run(config: CheckConfig, *, timer: Timer | None = time_each) -> list[dict[st
         PlanBench(batch, profiles[batch.cases[0].head_dim], implementation, config.all_policies[0])
         for batch in batches
     ]
-    with ThreadPoolExecutor() as pool:
-        # Compiled beside each other, planners too: XLA lets go of the interpreter.
-        compiling = [pool.submit(bench.compile) for bench in benches]
-        first = list(itertools.product(benches, config.all_policies))
-        list(pool.map(lambda job: job[0].predict(job[0].batch.cases[0], job[1]), first))
-        for bench, program in zip(benches, compiling, strict=True):
-            times = functools.partial(_times, timer=timer, num_runs=config.num_runs)
-            jobs = itertools.product(bench.batch.cases, config.all_policies)
-            for few in itertools.batched(jobs, _AT_A_TIME):
-                planned = list(pool.map(lambda job, bench=bench: bench.predict(*job), few))
-                found = times(bench.calls(planned, program.result()))
-                rows += [_row(*pair) | origin for pair in zip(planned, found, strict=True)]
-            if config.output is not None:
-                write_json_lines(config.output, rows)
-            say(f"{len(rows)} plans; {describe(rows)}")
+    stages = Stages(
+        functools.partial(_prepare, policies=config.all_policies),
+        functools.partial(_measure, timer=timer, num_runs=config.num_runs),
+    )
+    for found in run_jobs(benches, stages, num_processes=config.num_processes):
+        rows = [row | origin for row in itertools.chain.from_iterable(found)]
+        if config.output is not None:
+            write_json_lines(config.output, rows)
+        say(f"{len(rows)} plans; {describe(rows)}")
     return rows
 
 
-def _times(calls, *, timer: Timer | None, num_runs: int) -> list[dict[str, Any]]:
+def _prepare(bench: PlanBench, *, policies: Sequence[str]) -> ReadyBench:
+    jobs = itertools.product(bench.batch.cases, policies)
+    return ReadyBench(bench, bench.compile(), [bench.predict(*job) for job in jobs])
+
+
+def _measure(ready: ReadyBench, *, timer: Timer | None, num_runs: int) -> list[dict[str, Any]]:
+    rows = []
+    for few in itertools.batched(ready.planned, _AT_A_TIME):
+        times = _times(ready.bench.calls(few, ready.program), timer=timer, num_runs=num_runs)
+        rows += [_row(*pair) for pair in zip(few, times, strict=True)]
+    return rows
+
+
+def _times(
+    calls: Sequence[Callable[[], object]], *, timer: Timer | None, num_runs: int
+) -> list[dict[str, Any]]:
     """Times of the calls; without a timer each runs once."""
     if timer is None:
         for call in calls:
@@ -235,6 +254,7 @@ def main(argv: Sequence[str]) -> int:
     define(flags.DEFINE_string, "dtype", "of keys and values")
     define(flags.DEFINE_integer, "page_size", "tokens of a page")
     define(flags.DEFINE_integer, "num_runs", "timed calls of each plan")
+    define(flags.DEFINE_integer, "num_processes", "that compile side by side")
     define(flags.DEFINE_string, "profile", "file of cost profiles; default: the device's")
     define(flags.DEFINE_string, "output", "JSON lines file")
     define(flags.DEFINE_bool, "smoke", "tiny cases on XLA, no times, any device")

@@ -7,7 +7,7 @@ Floor: the larger of unique KV bytes over 4.3 TB/s and operations over 790 TFLOP
 an H200. The time is the span of the two kernels' launches, the cache emptied before each call.
 Expected: within 15% of the floor where a node is long, further where the whole step takes under
 30 us; about 6 s a case. `--heads=32/32 --head_dim=64` asks for another attention over the same
-forests.
+forests; `--num_processes=10` compiles the cases beside each other.
 """
 
 import dataclasses
@@ -15,24 +15,25 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from absl import flags
 
 from codec_jax import ForestArrays, Plan, build_plan
 from experiments.attention_step import (
-    CompiledStep,
+    Measurable,
     MeasureConfig,
+    checked_row,
     compile_step,
     describe,
     make_inputs,
     make_pool,
-    measure_step,
     spec_of,
+    timed_rows,
 )
 from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
 from experiments.json_lines import check_writable, write_json_lines
+from experiments.processes import Stages, run_jobs
 from experiments.workloads import Workload, load_workloads
 
 SMOKE = (
@@ -79,8 +80,6 @@ class RooflineConfig(MeasureConfig):
         return {**sizes, "num_q_heads": int(parts[0]), "num_kv_heads": int(parts[1])}
 
 
-_BATCH = 5
-"""Cases in memory at a time."""
 SPEED_TABLE = (
     "codec-vary-batch-120k-16",
     "codec-vary-batch-64",
@@ -96,20 +95,15 @@ SPEED_TABLE = (
 
 
 def run(config: RooflineConfig) -> list[dict[str, Any]]:
-    """A row for each case and policy, also written to `config.output`."""
-    rows = []
+    """A row for each case and policy; `config.output` is written whenever one is done."""
     jobs = list(itertools.product(_workloads(config), config.policies))
-    for first in range(0, len(jobs), _BATCH):
-        few = jobs[first : first + _BATCH]
-        # Compiled together (XLA lets go of the interpreter), timed one after the other.
-        with ThreadPoolExecutor(_BATCH) as pool:
-            ready = list(pool.map(lambda job: _compile(job[0], job[1], config), few))
-        for (workload, policy), compiled in zip(few, ready, strict=True):
-            plan = functools.partial(_plan, workload, policy, compiled.inputs.forest, config)
-            rows.append(measure_step(workload, policy, compiled, plan=plan, config=config))
-            say(describe(rows[-1]))
-    if config.output is not None:
-        write_json_lines(config.output, rows)
+    stages = Stages(
+        functools.partial(_prepare, config=config), functools.partial(_measure, config=config)
+    )
+    rows: list[dict[str, Any]] = []
+    for rows in run_jobs(jobs, stages, num_processes=config.num_processes):
+        if config.output is not None:
+            write_json_lines(config.output, rows)
     return rows
 
 
@@ -132,11 +126,20 @@ def _plan(workload: Workload, policy: str, forest: ForestArrays, config: Rooflin
     return build_plan(forest, spec_of(workload, page_size=config.page_size), policy=policy)
 
 
-def _compile(workload: Workload, policy: str, config: RooflineConfig) -> CompiledStep:
+def _prepare(job: tuple[Workload, str], *, config: RooflineConfig) -> Measurable:
+    workload, policy = job
     forest = workload.forest(page_size=config.page_size)
     pool = make_pool(workload, config, num_pages=forest.page_list.size)
     inputs = make_inputs(workload, forest, pool, config=config)
-    return compile_step(inputs, _plan(workload, policy, forest, config))
+    plan = functools.partial(_plan, workload, policy, forest, config)
+    compiled = compile_step(inputs, plan())
+    return Measurable(checked_row(workload, policy, compiled, config=config), compiled.call, plan)
+
+
+def _measure(ready: Measurable, *, config: RooflineConfig) -> dict[str, Any]:
+    (row,) = timed_rows([ready], config=config)
+    say(describe(row))
+    return row
 
 
 def main(argv: Sequence[str]) -> int:
@@ -152,6 +155,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer("page_size", default.page_size, "tokens of a page", flag_values=values)
     flags.DEFINE_string("implementation", None, "default: what supports it", flag_values=values)
     flags.DEFINE_integer("num_runs", default.num_runs, "timed calls a case", flag_values=values)
+    flags.DEFINE_integer("num_processes", 1, "that compile side by side", flag_values=values)
     flags.DEFINE_bool("smoke", False, "tiny cases, no times, any device", flag_values=values)
     flags.DEFINE_string("commit", None, "of a tree without repository", flag_values=values)
     flags.DEFINE_string("output", None, "JSON lines file", flag_values=values)

@@ -11,33 +11,30 @@ case's policies are always measured in one run, and files of several runs can be
 
 Cases with the same heads and batch size share one compiled program whose arrays have room for any
 of their plans, so that all policies run the very same kernel. Expected: `balanced` and `auto` 2.2
-times as fast as `flash_decoding` in the geometric mean over the 25 points (the paper: 1.9 times);
-about 2 s a row.
+times as fast as `flash_decoding` in the geometric mean over the 25 points (the paper: 1.9 times).
+Most of the time is compilation: `--num_processes=12` compiles as many buckets side by side.
 """
 
 import dataclasses
+import functools
 import itertools
-import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from absl import flags
 
 from codec_jax.planning.policies import policy_named
-from experiments.ablation_bucket import Bucket, compile_bucket, make_bucket, measure_bucket
+from experiments.ablation_bucket import measure_bucket, prepare_bucket
 from experiments.ablation_cases import GROUPS, buckets, cases_of
 from experiments.ablation_summary import summary
 from experiments.attention_step import MeasureConfig
 from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
 from experiments.json_lines import check_writable, write_json_lines
+from experiments.processes import Stages, run_jobs
 from experiments.workloads import AnyWorkload
 
 POLICY_NAMES = ("flash_decoding", "hydragen", "one_task_per_node", "codec", "balanced", "auto")
-_AT_ONCE = 4
-"""Buckets that are compiled together, and of which plans are in memory."""
-_THREADS = min(16, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +51,7 @@ class AblationConfig(MeasureConfig):
     policies: tuple[str, ...] = POLICY_NAMES
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise ValueError(f"`policies` must be different names; got {self.policies}.")
         for name in self.policies:
@@ -69,29 +67,18 @@ class AblationConfig(MeasureConfig):
 def run(config: AblationConfig) -> list[dict[str, Any]]:
     """A row for each case and policy; `config.output` is written whenever a bucket is done."""
     rows: list[dict[str, Any]] = []
-    for few in itertools.batched(buckets(config.workloads), _AT_ONCE):
-        for bucket, program in _compiled(few, config):
-            rows += measure_bucket(bucket, program, config=config)
-            if config.output is not None:
-                write_json_lines(config.output, rows)
+    stages = Stages(
+        functools.partial(prepare_bucket, policies=config.policies, config=config),
+        functools.partial(measure_bucket, config=config),
+    )
+    jobs = buckets(config.workloads)
+    for results in run_jobs(jobs, stages, num_processes=config.num_processes):
+        rows = list(itertools.chain.from_iterable(results))
+        if config.output is not None:
+            write_json_lines(config.output, rows)
     for line in summary(rows):
         say(line)
     return rows
-
-
-def _compiled(few: Sequence[list[AnyWorkload]], config: AblationConfig) -> list[tuple[Bucket, Any]]:
-    """The buckets with their programs; the planners are compiled too (XLA lets go of Python)."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        made = list(pool.map(lambda cases: make_bucket(cases, config.policies, config), few))
-        programs = [pool.submit(compile_bucket, bucket, config) for bucket in made]
-        plans = [
-            pool.submit(bucket.plan, *job)
-            for bucket in made
-            for job in bucket.first_of_each_policy()
-        ]
-        for plan in plans:
-            plan.result()
-        return [(bucket, program.result()) for bucket, program in zip(made, programs, strict=True)]
 
 
 def define_flags(flag_values: flags.FlagValues) -> None:
@@ -110,6 +97,7 @@ def define_flags(flag_values: flags.FlagValues) -> None:
     define(flags.DEFINE_integer, "page_size", "tokens of a page")
     define(flags.DEFINE_string, "implementation", "default: what supports it")
     define(flags.DEFINE_integer, "num_runs", "timed calls of each case and policy")
+    define(flags.DEFINE_integer, "num_processes", "that compile side by side")
     define(flags.DEFINE_bool, "smoke", "tiny cases, no times, any device")
     define(flags.DEFINE_string, "commit", "of a tree without repository")
     define(flags.DEFINE_string, "output", "JSON lines file")

@@ -13,12 +13,12 @@ combination and 30 s of compilation for all.
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -32,6 +32,7 @@ from experiments.json_lines import (
     write_json_lines,
     write_text,
 )
+from experiments.processes import Stages, run_jobs
 from experiments.profile_cost_config import (
     ProfileConfig,
     Signature,
@@ -48,23 +49,17 @@ _SMOKE_WORKERS = 4
 _PROVENANCE = ("device", "jax", "commit", "tree_hash", "date")
 
 
+class Measured(NamedTuple):
+    """The points of a signature, and the row of its profile where they have times."""
+
+    points: list[dict[str, Any]]
+    profile: dict[str, Any] | None
+
+
 def run(config: ProfileConfig, *, timer: Timer | None = time_each) -> list[dict[str, Any]]:
     """The rows of all profiles, also written to the profile's file; none without times."""
     if config.points is not None:
         return _fit_again(config)
-    profiles, points = [], []
-    for signature, rows in _measure_all(config, timer):
-        points += rows
-        if config.points_output is not None:
-            write_json_lines(config.points_output, points)
-        if timer is not None:
-            profiles.append(_fit(signature, rows))
-            _write_profiles(_profile_path(config, profiles[0]["device"]), profiles)
-    return profiles
-
-
-def _measure_all(config: ProfileConfig, timer: Timer | None):
-    """Each signature with its rows, as they come."""
     benches = [
         Bench(
             signature=signature,
@@ -74,16 +69,30 @@ def _measure_all(config: ProfileConfig, timer: Timer | None):
         )
         for signature in config.signatures
     ]
+    stages = Stages(_prepare, functools.partial(_measure, config=config, timer=timer))
+    profiles: list[dict[str, Any]] = []
+    for found in run_jobs(benches, stages, num_processes=config.num_processes):
+        if config.points_output is not None:
+            write_json_lines(config.points_output, [row for each in found for row in each.points])
+        profiles = [each.profile for each in found if each.profile is not None]
+        if profiles:
+            _write_profiles(_profile_path(config, profiles[0]["device"]), profiles)
+    return profiles
+
+
+def _prepare(bench: Bench) -> tuple[Bench, Any]:
+    return bench, bench.compile()
+
+
+def _measure(ready: tuple[Bench, Any], *, config: ProfileConfig, timer: Timer | None) -> Measured:
+    bench, program = ready
+    points = measure(
+        bench, program, group_sizes=config.group_sizes, num_runs=config.num_runs, timer=timer
+    )
     origin = provenance(config.commit)
-    # Compiled beside each other (XLA lets go of the interpreter), measured one after the other.
-    with ThreadPoolExecutor(len(benches)) as pool:
-        programs = list(pool.map(Bench.compile, benches))
-    for bench, program in zip(benches, programs, strict=True):
-        rows = measure(
-            bench, program, group_sizes=config.group_sizes, num_runs=config.num_runs, timer=timer
-        )
-        say(f"{_name(bench.signature)}: {len(rows)} points")
-        yield bench.signature, [row | origin for row in rows]
+    points = [point | origin for point in points]
+    say(f"{_name(bench.signature)}: {len(points)} points")
+    return Measured(points, None if timer is None else _fit(bench.signature, points))
 
 
 def _fit_again(config: ProfileConfig) -> list[dict[str, Any]]:

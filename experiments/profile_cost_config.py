@@ -23,6 +23,7 @@ class ProfileConfig:
       group_sizes: rows of a request: the first has the whole grid, the others its axis of rows (the
         kernels see rows, not groups).
       num_runs: timed calls of each point.
+      num_processes: that compile beside each other, see `experiments.processes`.
       points: points that were measured before, to be fitted again without a GPU, all combinations
         that are in them.
       output: the profile's file; by default the device's, in the package. Profiles in it for other
@@ -39,6 +40,7 @@ class ProfileConfig:
     page_sizes: tuple[int, ...] = (64,)
     group_sizes: tuple[int, ...] = (4, 1, 8)
     num_runs: int = 10
+    num_processes: int = 1
     points: str | None = None
     output: str | None = None
     points_output: str | None = None
@@ -60,8 +62,9 @@ class ProfileConfig:
             raise ValueError(
                 f"`group_sizes` must be at most a tile of {TILE_ROWS}; got {max(self.group_sizes)}."
             )
-        if self.num_runs < 1:
-            raise ValueError(f"`num_runs` must be positive; got {self.num_runs}.")
+        for name in ("num_runs", "num_processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be positive; got {getattr(self, name)}.")
         if self.smoke and self.points is not None:
             raise ValueError("`points` must not be given with `smoke`, which fits nothing.")
 
@@ -126,6 +129,7 @@ def define_flags(values: flags.FlagValues) -> None:
     define(flags.DEFINE_list, "page_sizes", "tokens of a page")
     define(flags.DEFINE_list, "group_sizes", "rows of a request")
     define(flags.DEFINE_integer, "num_runs", "timed calls of each point")
+    define(flags.DEFINE_integer, "num_processes", "that compile side by side")
     define(flags.DEFINE_string, "points", "fit the points of this file again, on any device")
     define(flags.DEFINE_string, "output", "profile file; default: the device's, in the package")
     define(flags.DEFINE_string, "points_output", "JSON lines file for the measured points")

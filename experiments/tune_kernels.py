@@ -1,11 +1,12 @@
 """The kernels' configurations against each other, and the best of each shape for the library.
 
-    python -m experiments.tune_kernels                  # on an NVIDIA H200, about 2 minutes a shape
-    python -m experiments.tune_kernels --dry_run        # anywhere: the candidates, nothing measured
+    python -m experiments.tune_kernels --num_processes=12   # on an NVIDIA H200
+    python -m experiments.tune_kernels --dry_run            # anywhere: the candidates, not measured
 
 Every configuration that fits in shared memory is timed on a few forests that different things bound
 (products, memory, launches). The best has the smallest geometric mean of times;
-`pallas_kernels/data/<device>.json` holds it with all times, and the library takes it from there.
+`pallas_kernels/data/<device>.json` holds it with all times, and the library takes it from there;
+rows of other shapes in it are kept.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +37,18 @@ from experiments.attention_step import (
     spec_of,
 )
 from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
-from experiments.json_lines import check_writable
+from experiments.json_lines import check_writable, write_text
+from experiments.processes import Stages, run_jobs
 from experiments.provenance import provenance
-from experiments.timing import time_calls
+from experiments.timing import time_each
 from experiments.workloads import Workload, load_workloads
 from pallas_kernels.config import MAX_HEAD_DIM_IN_REGISTERS, MAX_SHARED_BYTES, KernelConfig
-from pallas_kernels.tuning import FOLDER, Shape
+from pallas_kernels.tuning import FOLDER, Shape, load_configs
 
 CASES = ("matrix-bound-b256", "codec-vary-batch-64", "codec-vary-depth-6", "deep-binary")
 """Bound by products, by memory, by both, by launches."""
 _AT_A_TIME = 6
-"""Programs that are compiled together."""
-
-TimeCall = Callable[[Callable[[], Any]], float]
-"""Maps a call to its microseconds."""
+"""Configurations of a job."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +59,7 @@ class TuneConfig:
       dtypes, head_dims, page_sizes: every combination is a shape.
       cases: names in workloads.json, with their head counts and another head_dim.
       num_runs: timed calls of each configuration and case.
+      num_processes: that compile beside each other, see `experiments.processes`.
       dry_run: say what would be measured, and stop.
       commit: of the sources, where no repository travels along.
       output: the file; by default the library's own for this device.
@@ -70,6 +70,7 @@ class TuneConfig:
     page_sizes: tuple[int, ...] = (64,)
     cases: tuple[str, ...] = CASES
     num_runs: int = 20
+    num_processes: int = 1
     dry_run: bool = False
     commit: str | None = None
     output: str | None = None
@@ -104,54 +105,99 @@ def best_of(times_us: Mapping[KernelConfig, Sequence[float]]) -> KernelConfig:
     return min(times_us, key=lambda config: math.fsum(map(math.log, times_us[config])))
 
 
-def tune_shape(shape: Shape, config: TuneConfig, *, time_call: TimeCall) -> dict[str, Any]:
-    """The best configuration of a shape, with all times in microseconds.
+class Job(NamedTuple):
+    """Some configurations of a shape on one forest."""
+
+    shape: Shape
+    workload: Workload
+    tried: tuple[KernelConfig, ...]
+
+
+class ReadyJob(NamedTuple):
+    """A job with what is timed for each of its configurations."""
+
+    job: Job
+    calls: list[Callable[[], Any]]
+
+
+def make_jobs(config: TuneConfig) -> list[Job]:
+    """Every configuration of every shape on every forest."""
+    return [
+        Job(shape, _workload(name, shape), few)
+        for shape in config.shapes()
+        for name in config.cases
+        for few in itertools.batched(candidates(shape), _AT_A_TIME)
+    ]
+
+
+def run(
+    config: TuneConfig, *, stages: Stages[Job, Any, list[float]] | None = None
+) -> list[dict[str, Any]]:
+    """A row for each shape, also written: the best configuration, and where it comes from.
 
     Args:
-      shape: what to tune for.
-      config: cases and runs.
-      time_call: see `TimeCall`.
+      config: what to tune.
+      stages: how a job becomes the microseconds of its configurations; by default on the device.
     """
-    tried, times = candidates(shape), {}
-    workloads = [_workload(name, shape) for name in config.cases]
-    for workload in workloads:
-        compiled = functools.partial(_compile, _inputs(workload, shape), workload)
-        for first in range(0, len(tried), _AT_A_TIME):
-            few = tried[first : first + _AT_A_TIME]
-            with ThreadPoolExecutor(_AT_A_TIME) as pool:
-                calls = list(pool.map(compiled, few))
-            for candidate, call in zip(few, calls, strict=True):
-                times[candidate, workload.name] = time_call(call)
-                say(f"{workload.name:26} {times[candidate, workload.name]:8.1f} us  {candidate}")
-    by_config = {c: [times[c, workload.name] for workload in workloads] for c in tried}
-    best = best_of(by_config)
+    if config.dry_run:
+        for shape in config.shapes():
+            say(f"{shape}: {len(candidates(shape))} configurations, {len(config.cases)} cases")
+        return []
+    stages = stages or Stages(_prepare, functools.partial(_measure, num_runs=config.num_runs))
+    jobs, times = make_jobs(config), []
+    for times in run_jobs(jobs, stages, num_processes=config.num_processes):
+        say(f"{len(times)} of {len(jobs)} jobs")
+    found = {
+        (job.shape, candidate, job.workload.name): us
+        for job, each in zip(jobs, times, strict=True)
+        for candidate, us in zip(job.tried, each, strict=True)
+    }
+    origin = provenance(config.commit)
+    rows = [_choose(shape, config, found) | origin for shape in config.shapes()]
+    _write(config.path(), rows)
+    for row in rows:
+        say(f"{row['shape']}: {row['config']}")
+    return rows
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Replaces the rows of the same shapes, and keeps the others."""
+    old = json.loads(path.read_text(encoding="utf-8"))["configs"] if path.exists() else []
+    by_shape = {Shape(**row["shape"]): row for row in (*old, *rows)}
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, [json.dumps({"configs": list(by_shape.values())}, indent=1) + "\n"])
+
+
+def _choose(
+    shape: Shape, config: TuneConfig, found: Mapping[tuple[Shape, KernelConfig, str], float]
+) -> dict[str, Any]:
+    """The best configuration of a shape, with all times in microseconds."""
+    times = {c: [found[shape, c, name] for name in config.cases] for c in candidates(shape)}
+    floors = [floor_us_of(_workload(name, shape), shape.dtype) for name in config.cases]
     return {
         "shape": dataclasses.asdict(shape),
-        "config": dataclasses.asdict(best),
+        "config": dataclasses.asdict(best_of(times)),
         "cases": list(config.cases),
-        "floors_us": [round(floor_us_of(workload), 2) for workload in workloads],
+        "floors_us": [round(us, 2) for us in floors],
         "tried": [
-            {"config": dataclasses.asdict(c), "times_us": [round(us, 2) for us in by_config[c]]}
-            for c in sorted(tried, key=lambda c: math.fsum(map(math.log, by_config[c])))
+            {"config": dataclasses.asdict(c), "times_us": [round(us, 2) for us in times[c]]}
+            for c in sorted(times, key=lambda c: math.fsum(map(math.log, times[c])))
         ],
     }
 
 
-def run(config: TuneConfig, *, time_call: TimeCall | None = None) -> dict[str, Any] | None:
-    """What was written: the best configuration of each shape, and where it comes from."""
-    if config.dry_run:
-        for shape in config.shapes():
-            say(f"{shape}: {len(candidates(shape))} configurations, {len(config.cases)} cases")
-        return None
-    timer = time_call or (lambda call: time_calls(call, num_runs=config.num_runs).median_us)
-    rows = [tune_shape(shape, config, time_call=timer) for shape in config.shapes()]
-    result = {**provenance(config.commit), "configs": rows}
-    path = config.path()
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        say(f"{row['shape']}: {row['config']}")
-    return result
+def _prepare(job: Job) -> ReadyJob:
+    inputs = _inputs(job.workload, job.shape)
+    with ThreadPoolExecutor(len(job.tried)) as pool:
+        compiled = pool.map(functools.partial(_compile, inputs, job.workload), job.tried)
+        return ReadyJob(job, list(compiled))
+
+
+def _measure(ready: ReadyJob, *, num_runs: int) -> list[float]:
+    times = [timing.median_us for timing in time_each(ready.calls, num_runs=num_runs)]
+    for candidate, us in zip(ready.job.tried, times, strict=True):
+        say(f"{ready.job.workload.name:26} {us:8.1f} us  {candidate}")
+    return times
 
 
 def _workload(name: str, shape: Shape) -> Workload:
@@ -185,10 +231,13 @@ def _check(config: TuneConfig) -> None:
     unknown = [name for name in config.cases if name not in known]
     if unknown or not config.cases:
         raise ValueError(f"`cases` must be names in workloads.json; got {(*unknown, '')[0]!r}.")
-    if config.num_runs < 1:
-        raise ValueError(f"`num_runs` must be positive; got {config.num_runs}.")
+    for name in ("num_runs", "num_processes"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"`{name}` must be positive; got {getattr(config, name)}.")
     for shape in config.shapes():
         candidates(shape)
+    if config.path().exists() and not config.dry_run:
+        load_configs(config.path())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -200,6 +249,7 @@ def main(argv: Sequence[str]) -> int:
         flags.DEFINE_list(name, numbers, text, flag_values=values)
     flags.DEFINE_list("cases", list(default.cases), "in workloads.json", flag_values=values)
     flags.DEFINE_integer("num_runs", default.num_runs, "timed calls", flag_values=values)
+    flags.DEFINE_integer("num_processes", 1, "that compile side by side", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "measure nothing", flag_values=values)
     flags.DEFINE_string("commit", None, "of a tree without repository", flag_values=values)
     flags.DEFINE_string("output", None, "JSON file", flag_values=values)

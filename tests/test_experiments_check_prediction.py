@@ -69,6 +69,23 @@ def rows(tmp_path_factory):
     return found
 
 
+def test_processes_give_the_same_rows(rows, tmp_path):
+    """Without a timer: no function of this module could be the other processes' clock."""
+    config = CheckConfig(
+        policies=POLICIES,
+        num_forests=2,
+        seed=3,
+        dtype="float32",
+        page_size=16,
+        profile=write_profiles(tmp_path / "profiles.json"),
+        num_processes=2,
+        smoke=True,
+    )
+    untimed = dict.fromkeys(("time_us", "p10_us", "p90_us", "rel_err"))
+    found = check_prediction.run(config, timer=None)
+    assert found == [row | untimed for row in rows]
+
+
 def test_every_case_has_a_row_for_each_policy(rows):
     keys = [(row["case"], row["policy"]) for row in rows]
     names = ("smoke-star", "smoke-forest", "random-3000000", "random-3000001")
@@ -196,6 +213,7 @@ def test_what_reads_too_much_without_sharing_is_drawn_again():
         (["--policies=best"], "`policy` must be one of balanced"),
         (["--num_forests=-1"], "`num_forests` must be at least 0; got -1."),
         (["--seed=-1"], "`seed` must be at least 0; got -1."),
+        (["--num_processes=0"], "`num_processes` must be at least 1; got 0."),
         (["--num_runs=0"], "`num_runs` must be at least 1; got 0."),
         (["--profile=PROFILES", "--cases=nonesuch"], "`cases` must be names in workloads.json"),
         (["--profile=PROFILES"], "`profile` must have a profile for ('bfloat16', 128, 64)"),

@@ -3,16 +3,10 @@
 Runs share their shapes with each other, so only the first one in a process compiles.
 """
 
-import functools
 import importlib
 import json
-import os
-import pty
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +16,6 @@ from hypothesis import strategies as st
 
 from codec_jax import Sampling
 from experiments import generate, generate_job
-from experiments.cli import exit_status
 from experiments.generate_config import DEMO_PROMPTS, GenerateConfig
 from experiments.generate_report import describe_samples, describe_timing
 from experiments.json_lines import check_writable, write_json_lines
@@ -306,24 +299,6 @@ def test_failed_write_still_prints_the_texts(monkeypatch, tmp_path, capsys):
     assert err.endswith("error: the results are not written: No space left on device\n")
 
 
-def test_exit_status_of_an_interrupt_and_of_a_closed_pipe(capfd):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    assert exit_status(interrupt) == 130
-    assert capfd.readouterr().err == "interrupted\n"
-    script = "import sys; from experiments.cli import exit_status\n"
-    script += "sys.exit(exit_status(lambda: print('x' * 100_000) or 0))"
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 141
-
-
 def visit(seconds: float, num_tokens: int, num_steps: int, num_compilations: int = 0) -> Visit:
     return Visit(seconds, num_tokens, num_steps, num_compilations, 1.0 * num_compilations)
 
@@ -348,57 +323,6 @@ def test_control_characters_of_a_text_are_written_out():
     row = {"prompt_index": 0, "sample_index": 0, "prompt": "a\x1b[2J", "finish_reason": "stop"}
     text = describe_samples([row | {"text": "b\rc\nd"}])
     assert r"a\x1b[2J" in text and "b\\x0dc\n    d" in text
-
-
-def test_process_ends_with_the_status(tmp_path):
-    command = [sys.executable, "-m", "experiments.generate", "--prompts_file=missing.txt"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: missing.txt: No such file or directory\n"
-
-
-@pytest.mark.slow
-def test_interrupt_keeps_what_has_ended(tmp_path):
-    """Standard error is a terminal here: the progress bar tells when to interrupt."""
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    short = {"prompt": "One", "num_samples": 1, "max_new_tokens": 2}
-    long = {"prompt": "Two", "num_samples": 24, "max_new_tokens": 500}
-    prompts.write_text(f"{json.dumps(short)}\n{json.dumps(long)}\n")
-    command = [sys.executable, "-m", "experiments.generate"]
-    command += [f"--prompts_file={prompts}", f"--output={output}"]
-    terminal, stderr = pty.openpty()
-    # A shell starts what runs in its background with the interrupt ignored, and so would this be.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        preexec_fn=heed,
-    ) as process:
-        os.close(stderr)
-        shown = read_until(terminal, b"1 of 25 samples ended", seconds=120)
-        process.send_signal(signal.SIGINT)
-        assert process.stdout is not None
-        out = process.stdout.read()
-        assert process.wait() == 130
-    shown += read_until(terminal, b"have ended", seconds=10)
-    os.close(terminal)
-    rows = read_rows(output)
-    assert 1 <= len(rows) < 25 and rows[0]["prompt"] == "One"
-    assert f"interrupted: {len(rows)} of 25 samples have ended" in shown.decode()
-    assert out.count("  sample ") == len(rows) and ESCAPE not in out
-    assert names_in(tmp_path) == ["out.jsonl", "prompts.jsonl"]
-
-
-def read_until(terminal: int, text: bytes, *, seconds: float) -> bytes:
-    """What a terminal shows until `text` is among it."""
-    shown, end = b"", time.monotonic() + seconds
-    while text not in shown:
-        assert time.monotonic() < end, shown
-        shown += os.read(terminal, 4096)
-    return shown
 
 
 def test_weights_that_take_long_are_announced_before_they_are_made(capsys):

@@ -39,6 +39,14 @@ def test_other_heads_and_widths_over_the_same_forests():
         assert row["max_rel_err"] < 1e-5
 
 
+def test_processes_give_the_same_rows():
+    alone, together = (
+        kernel_roofline.run(RooflineConfig(smoke=True, num_processes=number)) for number in (1, 2)
+    )
+    same = {"plan_us": 0}
+    assert [row | same for row in together] == [row | same for row in alone]
+
+
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
@@ -47,6 +55,8 @@ def test_other_heads_and_widths_over_the_same_forests():
         ("--heads=0/1", "as 32/8; got '0/1'."),
         ("--heads=8/x", "as 32/8; got '8/x'."),
         ("--head_dim=0", "`head_dim` must be positive; got 0."),
+        ("--num_runs=0", "`num_runs` must be positive; got 0."),
+        ("--num_processes=0", "`num_processes` must be positive; got 0."),
         ("--cases=nowhere", "`cases` must be names in workloads.json; got 'nowhere'."),
         ("--output=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
     ],

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from experiments import ablation_bucket, planner_ablation
-from experiments.ablation_bucket import compile_bucket, make_bucket, measure_bucket
+from experiments import ablation_bucket, ablation_cases, planner_ablation
+from experiments.ablation_bucket import make_bucket, measure_bucket, prepare_bucket
 from experiments.ablation_cases import GROUPS, RANDOM, auto_grid, buckets, cases_of
 from experiments.ablation_summary import (
     losses_of_auto,
@@ -20,6 +20,7 @@ from experiments.attention_step import MeasureConfig
 from experiments.json_lines import read_json_lines
 from experiments.planner_ablation import POLICY_NAMES, AblationConfig
 from experiments.plot_ablation import timed
+from experiments.workloads import Workload
 
 POLICIES = ("flash_decoding", "auto")
 
@@ -49,6 +50,19 @@ def test_a_row_has_the_fields_of_the_roofline_and_the_prediction(rows):
         assert row["slots"] >= row["segments"] > 0 and row["plan_us"] > 0
         assert {"floor_us", "kv_bytes", "device", "commit", "date", "batch_size"} <= set(row)
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+
+
+def test_processes_give_the_same_rows(rows, monkeypatch):
+    """A third case of another batch size makes a second bucket, and so a second process."""
+    third = Workload("four", (1, 4), (70, 9), num_q_heads=32, num_kv_heads=2, head_dim=64)
+    monkeypatch.setattr(ablation_cases, "SMOKE", (*ablation_cases.SMOKE, third))
+    config = AblationConfig(smoke=True, policies=POLICIES, num_processes=2)
+    found = planner_ablation.run(config)
+    assert [(row["case"], row["policy"]) for row in found[4:]] == [
+        ("four", policy) for policy in POLICIES
+    ]
+    same = {"plan_us": 0}
+    assert [row | same for row in found[:4]] == [row | same for row in rows]
 
 
 def test_the_groups_hold_what_they_name():
@@ -109,9 +123,8 @@ def test_plans_that_are_too_large_are_left_out_with_a_reason(monkeypatch):
     assert bucket.jobs == (("smoke-star", "auto"),)
     assert bucket.skipped == {("smoke-star", "flash_decoding"): 40}
     monkeypatch.setattr(ablation_bucket, "MAX_STEPS", 1)
-    bucket = make_bucket([case], POLICIES, config)
-    program = compile_bucket(bucket, config)
-    rows = list(measure_bucket(bucket, program, config=config))
+    ready = prepare_bucket([case], policies=POLICIES, config=config)
+    rows = measure_bucket(ready, config=config)
     assert [(row["case"], row["policy"]) for row in rows] == [
         ("smoke-star", policy) for policy in POLICIES
     ]

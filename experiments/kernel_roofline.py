@@ -15,11 +15,12 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
 from codec_jax import ForestArrays, Plan, build_plan
+from codec_jax.planning.policies import policy_named
 from experiments.attention_step import (
     Measurable,
     MeasureConfig,
@@ -58,6 +59,11 @@ class RooflineConfig(MeasureConfig):
     heads: str | None = None
     head_dim: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.policies:
+            policy_named(name)
+
     def other_sizes(self) -> dict[str, int]:
         """What replaces the cases' own sizes.
 
@@ -94,14 +100,24 @@ SPEED_TABLE = (
 )
 
 
+class Job(NamedTuple):
+    """A case under a policy, and how it is measured."""
+
+    workload: Workload
+    policy: str
+    config: MeasureConfig
+
+
 def run(config: RooflineConfig) -> list[dict[str, Any]]:
     """A row for each case and policy; `config.output` is written whenever one is done."""
-    jobs = list(itertools.product(_workloads(config), config.policies))
-    stages = Stages(
-        functools.partial(_prepare, config=config), functools.partial(_measure, config=config)
-    )
+    jobs = itertools.product(_workloads(config), config.policies, [config])
+    return measure_jobs(list(itertools.starmap(Job, jobs)), config)
+
+
+def measure_jobs(jobs: Sequence[Job], config: MeasureConfig) -> list[dict[str, Any]]:
+    """A row for each job; `config` says where they go, and over how many processes."""
     rows: list[dict[str, Any]] = []
-    for rows in run_jobs(jobs, stages, num_processes=config.num_processes):
+    for rows in run_jobs(jobs, Stages(_prepare, _measure), num_processes=config.num_processes):
         if config.output is not None:
             write_json_lines(config.output, rows)
     return rows
@@ -122,22 +138,29 @@ def _named(config: RooflineConfig) -> Sequence[Workload]:
     return [known[name] for name in config.cases or SPEED_TABLE]
 
 
-def _plan(workload: Workload, policy: str, forest: ForestArrays, config: RooflineConfig) -> Plan:
-    return build_plan(forest, spec_of(workload, page_size=config.page_size), policy=policy)
+class _Ready(NamedTuple):
+    measurable: Measurable
+    config: MeasureConfig
 
 
-def _prepare(job: tuple[Workload, str], *, config: RooflineConfig) -> Measurable:
-    workload, policy = job
+def _plan(job: Job, forest: ForestArrays) -> Plan:
+    spec = spec_of(job.workload, page_size=job.config.page_size)
+    return build_plan(forest, spec, policy=job.policy)
+
+
+def _prepare(job: Job) -> _Ready:
+    workload, policy, config = job
     forest = workload.forest(page_size=config.page_size)
     pool = make_pool(workload, config, num_pages=forest.page_list.size)
     inputs = make_inputs(workload, forest, pool, config=config)
-    plan = functools.partial(_plan, workload, policy, forest, config)
+    plan = functools.partial(_plan, job, forest)
     compiled = compile_step(inputs, plan())
-    return Measurable(checked_row(workload, policy, compiled, config=config), compiled.call, plan)
+    row = checked_row(workload, policy, compiled, config=config)
+    return _Ready(Measurable(row, compiled.call, plan), config)
 
 
-def _measure(ready: Measurable, *, config: RooflineConfig) -> dict[str, Any]:
-    (row,) = timed_rows([ready], config=config)
+def _measure(ready: _Ready) -> dict[str, Any]:
+    (row,) = timed_rows([ready.measurable], config=ready.config)
     say(describe(row))
     return row
 

@@ -57,6 +57,7 @@ def test_processes_give_the_same_rows():
         ("--head_dim=0", "`head_dim` must be positive; got 0."),
         ("--num_runs=0", "`num_runs` must be positive; got 0."),
         ("--num_processes=0", "`num_processes` must be positive; got 0."),
+        ("--policies=balanced,best", "`policy` must be one of balanced"),
         ("--cases=nowhere", "`cases` must be names in workloads.json; got 'nowhere'."),
         ("--output=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
     ],

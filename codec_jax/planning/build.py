@@ -18,9 +18,11 @@ from codec_jax.planning.segments import divide
 from codec_jax.planning.spec import TILE_ROWS, PlanCapacity, PlanSpec, Workload
 from codec_jax.planning.tiles import Tiles, form_tiles
 from codec_jax.planning.virtual_nodes import (
+    NodeUnits,
     VirtualNodes,
     copies_of,
     node_units,
+    num_short_pages,
     reach_of,
     virtual_nodes,
 )
@@ -98,16 +100,9 @@ def plan_forest(
         spec=spec,
         shape=(forest.request_row.shape[0] * spec.units_per_request, capacity.tiles),
     )
-    if policy.repeats or capacity.virtual_nodes != forest.parent.shape[0]:
-        nodes = virtual_nodes(
-            units,
-            tiles,
-            copies_of(forest, units, tiles, policy=policy, cost=cost),
-            units_per_request=spec.units_per_request,
-            capacity=capacity.virtual_nodes,
-        )
-    else:  # the nodes themselves, in order already
-        nodes = VirtualNodes(iota(capacity.virtual_nodes), *units, forest.num_nodes)
+    nodes = _as_read(
+        forest, units, tiles, num_new_tokens, spec=spec, policy=policy, cost=cost, capacity=capacity
+    )
     runs = lay_runs(nodes, tiles, spec=spec)
     reach = reach_of(forest, num_new_tokens)
     steps = make_steps(
@@ -144,6 +139,31 @@ def plan_forest(
         page_size=spec.page_size,
         num_nodes=forest.parent.shape[0],
         num_page_entries=forest.page_list.shape[0],
+    )
+
+
+def _as_read(
+    forest: ForestArrays,
+    units: NodeUnits,
+    tiles: Tiles,
+    num_new_tokens: Int32[Array, ""],
+    *,
+    spec: PlanSpec,
+    policy: Policy,
+    cost: CostModel,
+    capacity: PlanCapacity,
+) -> VirtualNodes:
+    """The nodes, each as often as the policy reads it."""
+    if not policy.repeats and capacity.virtual_nodes == forest.parent.shape[0]:
+        # The nodes themselves, in order already.
+        return VirtualNodes(iota(capacity.virtual_nodes), *units, forest.num_nodes)
+    num_short = num_short_pages(forest, units, num_new_tokens, page_size=spec.page_size)
+    return virtual_nodes(
+        units,
+        tiles,
+        copies_of(forest, units, tiles, num_short, policy=policy, cost=cost),
+        units_per_request=spec.units_per_request,
+        capacity=capacity.virtual_nodes,
     )
 
 

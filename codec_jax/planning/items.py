@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Int32
 from codec_jax.forest_arrays import ForestArrays
 from codec_jax.planning.plan import Items, Steps
 from codec_jax.planning.scans import exclusive_sum, inclusive_sum, indptr, iota, owner_of
-from codec_jax.planning.spec import SHORT_TOKENS, PlanSpec
+from codec_jax.planning.spec import PlanSpec
 from codec_jax.planning.tiles import Tiles
-from codec_jax.planning.virtual_nodes import VirtualNodes
+from codec_jax.planning.virtual_nodes import VirtualNodes, is_short_page
 
 
 class Runs(NamedTuple):
@@ -73,7 +73,7 @@ def make_steps(
     node = nodes.node[owner]
     page = step - runs.step_lo[owner]
     end_row = forest.first_row[node] + reach[node] - page * page_size
-    is_short = ~runs.wide[owner] & (end_row <= SHORT_TOKENS) & (page_size >= 2 * SHORT_TOKENS)
+    is_short = ~runs.wide[owner] & is_short_page(end_row, page_size=page_size)
 
     def unless_padding(values):
         return jnp.where(live, values, 0)

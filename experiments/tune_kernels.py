@@ -42,7 +42,12 @@ from experiments.processes import Stages, run_jobs
 from experiments.provenance import provenance
 from experiments.timing import time_each
 from experiments.workloads import Workload, load_workloads
-from pallas_kernels.config import MAX_HEAD_DIM_IN_REGISTERS, MAX_SHARED_BYTES, KernelConfig
+from pallas_kernels.config import (
+    MAX_HEAD_DIM_IN_REGISTERS,
+    MAX_SHARED_BYTES,
+    MIN_STAGES_AHEAD,
+    KernelConfig,
+)
 from pallas_kernels.tuning import FOLDER, Shape, load_configs
 
 CASES = ("matrix-bound-b256", "codec-vary-batch-64", "codec-vary-depth-6", "deep-binary")
@@ -91,10 +96,16 @@ class TuneConfig:
 def candidates(shape: Shape) -> list[KernelConfig]:
     """The configurations of two compute warpgroups that fit, the heuristic one first."""
     heuristic = KernelConfig.heuristic(shape.head_dim, shape.dtype)
-    places = (False, True) if shape.head_dim <= MAX_HEAD_DIM_IN_REGISTERS else (False,)
+    some = (False, True) if shape.head_dim <= MAX_HEAD_DIM_IN_REGISTERS else (False,)
     others = (
-        KernelConfig(num_stages=stages, num_query_buffers=buffers, queries_in_registers=registers)
-        for stages, buffers, registers in itertools.product((2, 3, 4, 5), (2, 3, 4), places)
+        KernelConfig(
+            num_stages=stages,
+            num_query_buffers=buffers,
+            queries_in_registers=registers,
+            products_ahead=ahead,
+        )
+        for stages, buffers, registers, ahead in itertools.product((2, 3, 4, 5), (2, 3), some, some)
+        if stages >= MIN_STAGES_AHEAD or not ahead
     )
     fitting = (c for c in others if c.shared_bytes(shape.head_dim, shape.dtype) <= MAX_SHARED_BYTES)
     return list(dict.fromkeys([heuristic, *fitting]))

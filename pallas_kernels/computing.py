@@ -127,10 +127,24 @@ def _attend(launch: Launch, task: Task, ring):
         return place.ring, state
 
     def run_every_block(task: Task):
+        # The next block is waited for beside the product with this one's values.
+        def run(carry):
+            place, state = carry
+            stage = launch.place("kv", place.ring)
+            state, following = attend_block(
+                launch, task, stage, place.label, state, lambda: after(place)
+            )
+            let_go(place.ring)
+            return following, state
+
+        return until_past(run, look(ring))
+
+    def run_every_block_ahead(task: Task):
+        # The next block is waited for before this one's softmax.
         def run(carry):
             place, products, state = carry
             following = after(place)
-            # Past the end, any keys: the products are not used.
+            # Past the end this block's keys once more: the products are not used.
             next_stage = launch.place("kv", following.ring - following.is_past)
             stage = launch.place("kv", place.ring)
             state, products = attend_block_and_start_next(
@@ -166,10 +180,12 @@ def _attend(launch: Launch, task: Task, ring):
         return until_past(run, stop_at_mine(look(ring)))
 
     def run_with_own_queries():
+        ahead = launch.config.products_ahead
+        run_segment = run_every_block_ahead if ahead else run_every_block
         if not launch.config.queries_in_registers or launch.config.interpretable:
-            return run_every_block(task)
+            return run_segment(task)
         queries = plgpu.load(task.queries, layout=plgpu.Layout.WGMMA, optimized=False)
-        return run_every_block(task._replace(queries=queries))
+        return run_segment(task._replace(queries=queries))
 
     if launch.config.num_compute_warpgroups == 1:
         return run_with_own_queries()

@@ -25,7 +25,7 @@ MAX_SHARED_BYTES = 232_448
 """Shared memory that one thread block can have on Hopper (227 KiB)."""
 BARRIER_BYTES = 8
 MAX_HEAD_DIM_IN_REGISTERS = 128
-
+MIN_STAGES_AHEAD = 3
 
 _LIMITS = {"num_stages": (2, 8), "num_query_buffers": (1, 4), "num_compute_warpgroups": (1, 2)}
 
@@ -48,6 +48,8 @@ class KernelConfig:
         segment of one; 1 walks tile by tile.
       queries_in_registers: in a segment of two tiles, a tile's queries are read from shared memory
         once instead of with every block: faster steps, slower segments.
+      products_ahead: in a segment of two tiles, the next block's products of queries and keys run
+        beside this block's softmax. It is then waited for earlier: needs 3 stages.
       interpretable: a slower body that the Mosaic interpreter can run: all operands of products
         are in shared memory, and nothing is said to the next launch.
     """
@@ -56,6 +58,7 @@ class KernelConfig:
     num_query_buffers: int = 3
     num_compute_warpgroups: int = 2
     queries_in_registers: bool = False
+    products_ahead: bool = False
     interpretable: bool = False
 
     def __post_init__(self) -> None:
@@ -69,14 +72,20 @@ class KernelConfig:
                 f" ({self.num_compute_warpgroups}); got {self.num_query_buffers}."
             )
 
+        if self.products_ahead and self.num_stages < MIN_STAGES_AHEAD:
+            raise ValueError(
+                f"`num_stages` must be at least {MIN_STAGES_AHEAD} with `products_ahead`; got"
+                f" {self.num_stages}."
+            )
+
     @classmethod
     def heuristic(cls, head_dim: int, dtype: Any) -> Self:
         """The deepest pipeline of at most 4 stages that fits, two compute warpgroups if they do."""
         # Wider heads leave no registers for the queries.
         registers = head_dim <= MAX_HEAD_DIM_IN_REGISTERS
         for config in (
-            cls(queries_in_registers=registers),
-            cls(num_stages=3, queries_in_registers=registers),
+            cls(queries_in_registers=registers, products_ahead=registers),
+            cls(num_stages=3, queries_in_registers=registers, products_ahead=registers),
             cls(num_stages=2),
             cls(num_stages=2, num_query_buffers=2),
             cls(num_stages=2, num_query_buffers=2, num_compute_warpgroups=1),

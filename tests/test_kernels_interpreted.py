@@ -36,6 +36,10 @@ def two_warpgroups():
     return KernelConfig(num_stages=2, num_query_buffers=3, interpretable=True)
 
 
+def products_ahead():
+    return KernelConfig(num_stages=3, num_query_buffers=3, products_ahead=True, interpretable=True)
+
+
 def batch_of(lists, *, page_size=64, group_size=4):
     """A batch in bfloat16 with one KV head of 64 columns."""
     return make_batch(
@@ -83,6 +87,9 @@ def interpreted(batch, plan, page_size, config, *, factor=1.0):
         (64, 3, two_warpgroups),
         (16, 3, two_warpgroups),
         (128, 2, one_warpgroup),
+        (64, 1, products_ahead),
+        (64, 9, products_ahead),
+        (128, 3, products_ahead),
     ],
 )
 def test_right_and_without_races(page_size, num_workers, make_config, capfd):

@@ -66,7 +66,8 @@ def test_no_more_registers_than_the_launch_has(num_compute):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("queries_in_registers", [False, True])
-def test_queries_anywhere_lower(head_dim, queries_in_registers):
+@pytest.mark.parametrize("products_ahead", [False, True])
+def test_every_wide_loop_lowers(head_dim, queries_in_registers, products_ahead):
     pages = shape(100, 8, 64, head_dim, dtype=jnp.bfloat16)
     text = lower(
         lambda q, k, v, tables, offset: partial_attention(
@@ -75,7 +76,9 @@ def test_queries_anywhere_lower(head_dim, queries_in_registers):
             tables,
             offset,
             logits_scale=0.1,
-            config=KernelConfig(queries_in_registers=queries_in_registers),
+            config=KernelConfig(
+                queries_in_registers=queries_in_registers, products_ahead=products_ahead
+            ),
         ),
         shape(8, 128, head_dim, dtype=jnp.bfloat16),
         pages,
@@ -140,6 +143,8 @@ def test_the_heuristic_fits_in_shared_memory(head_dim, dtype):
 def test_config_errors():
     with pytest.raises(ValueError, match=r"`num_stages` must be between 2 and 8; got 1\."):
         KernelConfig(num_stages=1)
+    with pytest.raises(ValueError, match=r"`num_stages` must be at least 3 with `products_ahead`"):
+        KernelConfig(num_stages=2, products_ahead=True)
     with pytest.raises(ValueError, match=r"`num_query_buffers` must be between 1 and 4; got 5\."):
         KernelConfig(num_query_buffers=5)
     with pytest.raises(ValueError, match=r"at least `num_compute_warpgroups` \(2\); got 1\."):

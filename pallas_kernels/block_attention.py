@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.blocks import Mask, any_of
 from pallas_kernels.compat import plgpu
-from pallas_kernels.config import BLOCK_KV, BLOCK_Q
+from pallas_kernels.config import BLOCK_KV, BLOCK_Q, HALF
 from pallas_kernels.labels import Label, read_live
 from pallas_kernels.launch import Launch
 from pallas_kernels.softmax import MASKED, State
@@ -106,23 +106,39 @@ def _masked(launch: Launch, task: Task, stage, label: Label, scores):
         # A select, not a bias: what is no number must not reach the rows of others.
         return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, MASKED)
 
+    def column_of(scores):
+        return plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+
+    def length_of(page, shape):
+        """The page's live tokens for each row: none, if the row is none of its."""
+        lo, hi, row_lo, row_hi = page
+        mine = (rows() >= row_lo) & (rows() < row_hi)
+        return lax.broadcast_in_dim(jnp.where(mine, hi - lo, 0), shape, [0])
+
+    def is_within(offset, length):
+        # Without a sign, what lies before the first token is past the last one: one comparison.
+        return offset.astype(jnp.uint32) < length.astype(jnp.uint32)
+
     def mask_pages(scores, pages):
         # Dead rows of K may hold NaN: select, do not add.
-        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        column = column_of(scores)
+        seen = (is_within(column - page[0], length_of(page, scores.shape)) for page in pages)
+        return jnp.where(any_of(seen), scores, MASKED)
 
-        def seen(lo, hi, row_lo, row_hi):
-            mine = (rows() >= row_lo) & (rows() < row_hi)
-            # A row that is none of the page's ends before its first token.
-            end = jnp.where(mine, hi, lo)
-            return (column >= lo) & (column < lax.broadcast_in_dim(end, scores.shape, [0]))
-
-        return jnp.where(any_of(seen(*page) for page in pages), scores, MASKED)
+    def mask_halves(scores, first, second):
+        """Of a page in each half: which half a column is in is known when this is compiled."""
+        column = column_of(scores)
+        is_first, shape = column < HALF, scores.shape
+        start = jnp.where(is_first, first[0], second[0])
+        length = jnp.where(is_first, length_of(first, shape), length_of(second, shape))
+        return jnp.where(is_within(column - start, length), scores, MASKED)
 
     def mask_first_page(scores):
         return mask_pages(scores, pages()[:1])
 
     def mask_all_pages(scores):
-        return mask_pages(scores, pages())
+        mine = pages()
+        return mask_halves(scores, *mine) if len(mine) == 2 else mask_pages(scores, mine)
 
     def pages():
         live = read_live(launch.smem["labels"], stage, launch.pages_of_a_label)

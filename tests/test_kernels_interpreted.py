@@ -86,6 +86,7 @@ def interpreted(batch, plan, page_size, config, *, factor=1.0):
         (64, 9, two_warpgroups),
         (64, 3, two_warpgroups),
         (16, 3, two_warpgroups),
+        (32, 3, two_warpgroups),
         (128, 2, one_warpgroup),
         (64, 1, products_ahead),
         (64, 9, products_ahead),

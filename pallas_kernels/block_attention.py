@@ -119,36 +119,25 @@ def _masked(launch: Launch, task: Task, stage, label: Label, scores):
         # Without a sign, what lies before the first token is past the last one: one comparison.
         return offset.astype(jnp.uint32) < length.astype(jnp.uint32)
 
-    def mask_pages(scores, pages):
+    def mask_pages(scores):
         # Dead rows of K may hold NaN: select, do not add.
-        column = column_of(scores)
-        seen = (is_within(column - page[0], length_of(page, scores.shape)) for page in pages)
-        return jnp.where(any_of(seen), scores, MASKED)
-
-    def mask_halves(scores, first, second):
-        """Of a page in each half: which half a column is in is known when this is compiled."""
-        column = column_of(scores)
-        is_first, shape = column < HALF, scores.shape
+        column, shape = column_of(scores), scores.shape
+        live = read_live(launch.smem["labels"], stage, launch.pages_of_a_label)
+        pages = list(zip(*live, strict=True))
+        if len(pages) > 2:
+            seen = any_of(is_within(column - page[0], length_of(page, shape)) for page in pages)
+            return jnp.where(seen, scores, MASKED)
+        # A page in each half: which half a column is in is known when this is compiled.
+        first, second = pages
+        is_first = column < HALF
         start = jnp.where(is_first, first[0], second[0])
         length = jnp.where(is_first, length_of(first, shape), length_of(second, shape))
         return jnp.where(is_within(column - start, length), scores, MASKED)
 
-    def mask_first_page(scores):
-        return mask_pages(scores, pages()[:1])
-
-    def mask_all_pages(scores):
-        mine = pages()
-        return mask_halves(scores, *mine) if len(mine) == 2 else mask_pages(scores, mine)
-
-    def pages():
-        live = read_live(launch.smem["labels"], stage, launch.pages_of_a_label)
-        return list(zip(*live, strict=True))
-
     covers = (label.row_lo <= first_row) & (label.row_hi >= first_row + BLOCK_Q)
     plain = jnp.where(covers, 0, 1)
-    mask = jnp.where(label.mask == Mask.ROWS, plain, label.mask + 1)
-    masks = [mask_none, mask_rows, mask_first_page, mask_all_pages]
-    return lax.switch(mask, masks, scores)
+    mask = jnp.where(label.mask == Mask.ROWS, plain, 2)
+    return lax.switch(mask, [mask_none, mask_rows, mask_pages], scores)
 
 
 def _drop_dead_values(launch: Launch, task: Task, stage, label: Label) -> None:

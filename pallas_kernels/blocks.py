@@ -73,21 +73,31 @@ class Contents(NamedTuple):
     is_shared: Any
 
     def live(self) -> Live:
-        """What is live in the stage, of as many pages as a label has."""
+        """What is live in the stage, of as many pages as a label has.
+
+        A block of one page is two halves, whether both are of one page or not.
+        """
         if self.other is None:
             return self.block.live
-        lo, hi, *rows = self.other.live
-        lo, hi = (jnp.where(self.is_shared, HALF + column[0], 0) for column in (lo, hi))
-        spans = zip(self.block.live, Live((lo,), (hi,), *rows), strict=True)
-        return Live(*(first + second for first, second in spans))
+        (lo,), (hi,), *rows = self.block.live
+        (other_lo,), (other_hi,), *other_rows = self.other.live
+        pick = functools.partial(jnp.where, self.is_shared)
+        return Live(
+            (jnp.minimum(lo, HALF), pick(HALF + other_lo, jnp.maximum(lo, HALF))),
+            (jnp.minimum(hi, HALF), pick(HALF + other_hi, jnp.maximum(hi, HALF))),
+            *(
+                (mine[0], pick(other[0], mine[0]))
+                for mine, other in zip(rows, other_rows, strict=True)
+            ),
+        )
 
     def mask(self, page_size: int):
         """The `Mask` of the stage."""
         live = self.block.live
         if self.other is None:
-            return jnp.where(live.is_plain(page_size), Mask.ROWS, Mask.ALL_PAGES)
-        alone = jnp.where(live.is_full(BLOCK_KV), Mask.ROWS, Mask.FIRST_PAGE)
-        return jnp.where(self.is_shared, Mask.ALL_PAGES, alone)
+            return jnp.where(live.is_plain(page_size), Mask.ROWS, Mask.PAGES)
+        is_plain = live.is_full(BLOCK_KV) & ~self.is_shared
+        return jnp.where(is_plain, Mask.ROWS, Mask.PAGES)
 
     def is_dirty(self, page_size: int):
         """Whether a token of the stage is dead."""
@@ -101,11 +111,11 @@ class Contents(NamedTuple):
 class Mask(enum.IntEnum):
     """Which scores of a stage are live.
 
-    ROWS: all of the first page's rows, whatever the token. FIRST_PAGE: those of its rows and live
-    tokens. ALL_PAGES: for each page, those of its rows and live tokens.
+    ROWS: all of the first page's rows, whatever the token. PAGES: for each page of the label, those
+    of its rows and live tokens.
     """
 
-    ROWS, FIRST_PAGE, ALL_PAGES = range(3)
+    ROWS, PAGES = range(2)
 
 
 def any_of(masks: Iterable):

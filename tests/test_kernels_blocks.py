@@ -76,11 +76,7 @@ def _stage(passing, label) -> Stage:
         page, at = first if not is_shared or token < HALF else second
         at += token - HALF * bool(is_shared and token >= HALF)
         rows = [(lo <= token < hi, row_lo) for lo, hi, row_lo, _ in spans]
-        seen = {
-            Mask.ROWS: [(True, rows[0][1])],
-            Mask.FIRST_PAGE: rows[:1],
-            Mask.ALL_PAGES: rows,
-        }[Mask(int(mask))]
+        seen = {Mask.ROWS: [(True, rows[0][1])], Mask.PAGES: rows}[Mask(int(mask))]
         found = [(page, at, int(row)) for is_seen, row in seen if is_seen]
         assert len(found) <= 1
         assert found or is_dirty

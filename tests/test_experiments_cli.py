@@ -7,7 +7,8 @@ import pytest
 from experiments import provenance
 
 NAMES = """append_time check_prediction compare_implementations generate gpu_tests kernel_roofline
-planner_ablation planning_time plot_ablation plot_plan plot_roofline profile_cost tune_kernels"""
+kernel_shapes planner_ablation planning_time plot_ablation plot_plan plot_roofline profile_cost
+tune_kernels"""
 
 
 @pytest.mark.parametrize("name", NAMES.split())

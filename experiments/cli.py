@@ -33,6 +33,8 @@ def set_up_process() -> None:
 def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> None:
     """Sets the flags from `argv`, whose first item is the program.
 
+    With `--num_processes`, JAX is told to leave memory to the other processes.
+
     Raises:
       HelpRequestedError: `--help`, where that is no flag of the program's own.
       UsageError: an unknown flag, a value that it does not take, or an argument that is no flag.
@@ -45,6 +47,9 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> None:
         raise UsageError(str(error)) from error
     if rest[1:]:
         raise UsageError(f"every argument must be a flag; got {rest[1]!r}. See --help.")
+    if "num_processes" in flag_values and int(str(flag_values["num_processes"].value)) > 1:
+        # Before JAX starts: by default it takes most of a GPU's memory for one process.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 @contextlib.contextmanager

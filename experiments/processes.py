@@ -2,13 +2,12 @@
 
 Most of an experiment's time on a GPU is compilation, and a process lowers one kernel at a time.
 Nothing is measured before all processes are ready, and then by one of them at a time, so that no
-measurement shares the device.
+measurement shares the device. Its memory is shared: see `cli.parse_flags`.
 """
 
 import dataclasses
 import itertools
 import multiprocessing
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -72,8 +71,6 @@ def _side_by_side(
     # Processes that are started anew: JAX does not survive a fork.
     context = multiprocessing.get_context("spawn")
     barrier, turn = context.Barrier(num_processes), context.Lock()
-    # One process must not take the memory of all.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     workers, waiting = [], {}
     try:
         for first in range(num_processes):

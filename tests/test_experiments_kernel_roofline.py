@@ -1,11 +1,16 @@
 """The roofline's command line on a CPU: rows without times, other sizes, refusals."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from experiments import kernel_roofline
 from experiments.json_lines import read_json_lines
 from experiments.kernel_roofline import RooflineConfig
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 FIELDS = {
     *("case", "policy", "implementation", "dtype", "num_q_heads", "num_kv_heads", "head_dim"),
     *("page_size", "batch_size", "time_us", "p10_us", "p90_us", "floor_us", "floor_share"),
@@ -39,12 +44,17 @@ def test_other_heads_and_widths_over_the_same_forests():
         assert row["max_rel_err"] < 1e-5
 
 
-def test_processes_give_the_same_rows():
-    alone, together = (
-        kernel_roofline.run(RooflineConfig(smoke=True, num_processes=number)) for number in (1, 2)
+def test_processes_give_the_same_rows(tmp_path):
+    """As a program of its own: what it gives to the other processes is of `__main__` there."""
+    path = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "experiments.kernel_roofline", "--smoke", "--num_processes=2"]
+    done = subprocess.run(
+        [*command, "--commit=abc", f"--output={path}"], cwd=REPOSITORY, capture_output=True
     )
+    assert done.returncode == 0, done.stderr.decode()
+    alone = kernel_roofline.run(RooflineConfig(smoke=True, commit="abc"))
     same = {"plan_us": 0}
-    assert [row | same for row in together] == [row | same for row in alone]
+    assert [row | same for row in read_json_lines(path)] == [row | same for row in alone]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,18 @@ def test_every_policy_has_its_row():
     assert set(POLICIES) <= set(rows)
 
 
+def test_every_experiment_has_its_row():
+    programs = {
+        path.stem
+        for path in (REPOSITORY / "experiments").glob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+    }
+    section = README.split("## Experiments\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(programs)
+
+
 def test_every_flag_is_named():
     from absl import flags
 
@@ -69,7 +81,8 @@ def test_every_flag_is_named():
 
     values = flags.FlagValues()
     define_flags(values)
-    named = set(re.findall(r"`--(\w+)`", README))
+    of_the_main_job = README.split("## Experiments\n")[0]
+    named = set(re.findall(r"`--(\w+)`", of_the_main_job))
     expected = "model prompt prompts_file num_samples max_new_tokens temperature top_k top_p seed"
     expected += " page_size policy implementation dtype output version"
     assert set(expected.split()) <= named <= set(values) | {"help"}

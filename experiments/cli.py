@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags, logging
 
+from experiments.json_lines import check_writable
+
 OK, FAILED, WRONG_USE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 
 
@@ -97,6 +99,33 @@ def exit_status(command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
     return status
+
+
+def run_experiment[Config](
+    argv: Sequence[str],
+    flag_values: flags.FlagValues,
+    make_config: Callable[..., Config],
+    run: Callable[[Config], object],
+) -> int:
+    """The exit status of a command line whose flags are settings of an experiment.
+
+    Settings that `make_config` refuses, and an `output` that cannot be written, are wrong use, told
+    before `run` does any work. Lists become tuples.
+    """
+
+    def command() -> int:
+        parse_flags(argv, flag_values)
+        given = {name: flag_values[name].value for name in flag_values}
+        settings = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
+        with usage_errors():
+            config = make_config(**settings)
+            if given["output"] is not None:
+                check_writable(str(given["output"]))
+        run(config)
+        return OK
+
+    command.__module__ = run.__module__  # whose docstring is the help
+    return exit_status(command)
 
 
 def say(message: str) -> None:

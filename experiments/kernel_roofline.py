@@ -32,8 +32,8 @@ from experiments.attention_step import (
     spec_of,
     timed_rows,
 )
-from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
-from experiments.json_lines import check_writable, write_json_lines
+from experiments.cli import run_experiment, say, set_up_process
+from experiments.json_lines import write_json_lines
 from experiments.processes import Stages, run_jobs
 from experiments.workloads import Workload, load_workloads
 
@@ -63,6 +63,7 @@ class RooflineConfig(MeasureConfig):
         super().__post_init__()
         for name in self.policies:
             policy_named(name)
+        _workloads(self)
 
     def other_sizes(self) -> dict[str, int]:
         """What replaces the cases' own sizes.
@@ -182,21 +183,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_bool("smoke", False, "tiny cases, no times, any device", flag_values=values)
     flags.DEFINE_string("commit", None, "of a tree without repository", flag_values=values)
     flags.DEFINE_string("output", None, "JSON lines file", flag_values=values)
-
-    def command() -> int:
-        parse_flags(argv, values)
-        names = [field.name for field in dataclasses.fields(default)]
-        settings: dict[str, Any] = {name: values[name].value for name in names}
-        settings |= {name: tuple(settings[name] or ()) for name in ("cases", "policies")}
-        with usage_errors():
-            config = RooflineConfig(**settings)
-            _workloads(config)
-            if config.output is not None:
-                check_writable(config.output)
-        run(config)
-        return OK
-
-    return exit_status(command)
+    return run_experiment(argv, values, RooflineConfig, run)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from absl import flags
 
 from codec_jax.planning.policies import policy_named
 from experiments.attention_step import MeasureConfig
-from experiments.cli import OK, exit_status, parse_flags, set_up_process, usage_errors
-from experiments.json_lines import check_writable
+from experiments.cli import run_experiment, set_up_process
 from experiments.kernel_roofline import SMOKE, Job, measure_jobs
 from experiments.workloads import Workload, load_workloads
 
@@ -100,19 +99,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_bool("smoke", False, "tiny cases, no times, any device", flag_values=values)
     flags.DEFINE_string("commit", None, "of a tree without repository", flag_values=values)
     flags.DEFINE_string("output", None, "JSON lines file", flag_values=values)
-
-    def command() -> int:
-        parse_flags(argv, values)
-        with usage_errors():
-            names = [field.name for field in dataclasses.fields(default)]
-            settings: dict[str, Any] = {n: values[n].value for n in names if n in values}
-            config = ShapesConfig(**settings)
-            if config.output is not None:
-                check_writable(config.output)
-        run(config)
-        return OK
-
-    return exit_status(command)
+    return run_experiment(argv, values, ShapesConfig, run)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from experiments.ablation_bucket import measure_bucket, prepare_bucket
 from experiments.ablation_cases import GROUPS, buckets, cases_of
 from experiments.ablation_summary import summary
 from experiments.attention_step import MeasureConfig
-from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
-from experiments.json_lines import check_writable, write_json_lines
+from experiments.cli import run_experiment, say, set_up_process
+from experiments.json_lines import write_json_lines
 from experiments.processes import Stages, run_jobs
 from experiments.workloads import AnyWorkload
 
@@ -107,20 +107,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit status of a command line."""
     values = flags.FlagValues()
     define_flags(values)
-
-    def command() -> int:
-        parse_flags(argv, values)
-        names = [field.name for field in dataclasses.fields(AblationConfig)]
-        settings: dict[str, Any] = {name: values[name].value for name in names}
-        settings |= {name: tuple(settings[name] or ()) for name in ("cases", "policies")}
-        with usage_errors():
-            config = AblationConfig(**settings)
-            if config.output is not None:
-                check_writable(config.output)
-        run(config)
-        return OK
-
-    return exit_status(command)
+    return run_experiment(argv, values, AblationConfig, run)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from codec_jax.planning.build import plan_forest
 from codec_jax.planning.cost import CostModel
 from codec_jax.planning.policies import POLICIES, policy_named
 from codec_jax.planning.spec import PlanCapacity
-from experiments.cli import OK, exit_status, parse_flags, say, set_up_process, usage_errors
-from experiments.json_lines import check_writable, write_json_lines
+from experiments.cli import run_experiment, say, set_up_process
+from experiments.json_lines import write_json_lines
 from experiments.provenance import provenance
 from experiments.timing import time_calls
 from experiments.workloads import RandomForest
@@ -146,20 +146,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_bool("smoke", False, "one small forest", flag_values=values)
     flags.DEFINE_string("commit", None, "of a tree without repository", flag_values=values)
     flags.DEFINE_string("output", None, "JSON lines file", flag_values=values)
-
-    def command() -> int:
-        parse_flags(argv, values)
-        names = [field.name for field in dataclasses.fields(default)]
-        settings: dict[str, Any] = {name: values[name].value for name in names}
-        settings["policies"] = tuple(settings["policies"] or ())
-        with usage_errors():
-            config = PlanningTimeConfig(**settings)
-            if config.output is not None:
-                check_writable(config.output)
-        run(config)
-        return OK
-
-    return exit_status(command)
+    return run_experiment(argv, values, PlanningTimeConfig, run)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,9 +198,7 @@ def _choose(
 
 def _prepare(job: Job) -> ReadyJob:
     inputs = _inputs(job.workload, job.shape)
-    with ThreadPoolExecutor(len(job.tried)) as pool:
-        compiled = pool.map(functools.partial(_compile, inputs, job.workload), job.tried)
-        return ReadyJob(job, list(compiled))
+    return ReadyJob(job, [_compile(inputs, job.workload, tried) for tried in job.tried])
 
 
 def _measure(ready: ReadyJob, *, num_runs: int) -> list[float]:

@@ -44,20 +44,24 @@ def write_profiles(path):
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """Rows of a smoke run whose timer takes each plan for 20 us."""
-    folder = tmp_path_factory.mktemp("check")
-    config = CheckConfig(
+def smoke_config(folder, **settings):
+    return CheckConfig(
         policies=POLICIES,
         num_forests=2,
         seed=3,
         dtype="float32",
         page_size=16,
         profile=write_profiles(folder / "profiles.json"),
-        output=str(folder / "rows.jsonl"),
         smoke=True,
+        **settings,
     )
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Rows of a smoke run whose timer takes each plan for 20 us."""
+    folder = tmp_path_factory.mktemp("check")
+    config = smoke_config(folder, output=str(folder / "rows.jsonl"))
 
     def timer(calls, *, num_runs):
         results = jax.block_until_ready([call() for call in calls])
@@ -71,16 +75,7 @@ def rows(tmp_path_factory):
 
 def test_processes_give_the_same_rows(rows, tmp_path):
     """Without a timer: no function of this module could be the other processes' clock."""
-    config = CheckConfig(
-        policies=POLICIES,
-        num_forests=2,
-        seed=3,
-        dtype="float32",
-        page_size=16,
-        profile=write_profiles(tmp_path / "profiles.json"),
-        num_processes=2,
-        smoke=True,
-    )
+    config = smoke_config(tmp_path, num_processes=2)
     untimed = dict.fromkeys(("time_us", "p10_us", "p90_us", "rel_err"))
     found = check_prediction.run(config, timer=None)
     assert found == [row | untimed for row in rows]

@@ -186,6 +186,8 @@ def attend_resolved(
     The pool's head_dim may be larger than q's: keys and values are padded with zeros there.
     """
     prepared, head_dim = resolved.prepared, q.shape[-1]
+    # NumPy's float64 is a float too, but no weak one: under x64 it would widen what it scales.
+    logits_scale = float(logits_scale)
     padded = jnp.pad(q, ((0, 0), (0, 0), (0, pool.head_dim - head_dim)))
     partial = attend_packed(
         pack_rows(padded, prepared.plan, prepared.row_sources),

@@ -118,6 +118,8 @@ def append_in_one_launch(
       ValueError: as `append` does.
     """
     check_values(pool, slots, k, v)
+    if not k.shape[0]:
+        return pool  # there is no launch of no blocks
     # Loaded here: without a GPU nobody needs Pallas.
     from pallas_kernels.append import append_rows
 

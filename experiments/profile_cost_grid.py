@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from codec_jax.planning.spec import TILE_ROWS
+from codec_jax.planning.spec import SHORT_TOKENS, TILE_ROWS
 from experiments.uniform_plans import UniformSizes, UniformWork
 
 Regime = Literal["cache", "memory", "reuse"]
@@ -33,7 +33,8 @@ class GridPoint:
     """One point.
 
     Attributes:
-      axis: what is varied: "steps", "segments", "slots", "rows", "partial" or "reuse".
+      axis: what is varied: "steps", "segments", "slots", "rows", "partial", "short" or
+        "reuse".
       regime: see `Regime`.
       work: of every worker.
       held_out: not part of the fit.
@@ -117,8 +118,15 @@ def _axes(page_size: int) -> Iterator[tuple[str, Regime, dict[str, int]]]:
                 yield "rows", regime, {"rows": rows, "num_steps": num_steps}
     for rows in (4, narrow, wide):
         for num_steps in (2, 16, 64):
-            shape = {"rows": rows, "num_steps": num_steps, "dead_tokens": page_size // 2}
+            # More than half of a page is live: it has a step of the kernel for itself.
+            shape = {"rows": rows, "num_steps": num_steps, "dead_tokens": page_size // 4}
             yield "partial", "cache", shape
+    if page_size >= 2 * SHORT_TOKENS:
+        for rows in (4, narrow):
+            for live in (SHORT_TOKENS // 2, SHORT_TOKENS - 4, SHORT_TOKENS):
+                for num_steps in (2, 16, 64, 256):
+                    shape = {"rows": rows, "num_steps": num_steps, "dead_tokens": page_size - live}
+                    yield "short", "cache", shape
     for num_bytes in REUSE_BYTES:
         yield "reuse", "reuse", {"num_steps": 128, "reuse": num_bytes}
 

@@ -12,6 +12,7 @@ COSTS = {
     "wide_step_us": "a page for two tiles",
     "masked_us": "more for a tile that the rows do not fill",
     "partial_us": "more for a tile where the page is partly live",
+    "short_us": "a page for one tile with few live tokens",
     "segment_us": "a segment besides its steps",
     "slot_us": "a partial result to merge",
     "tile_us": "a tile of a KV head that the merge writes",

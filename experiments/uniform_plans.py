@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from codec_jax.planning.plan import Items, Plan, PlanCounts, Segments, Steps
-from codec_jax.planning.spec import TILE_ROWS
+from codec_jax.planning.spec import SHORT_TOKENS, TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,11 @@ class UniformWork:
     def items_per_node(self) -> int:
         """Items that read the same pages."""
         return self.tiles_per_node // self.num_tiles
+
+    def is_short(self, page_size: int) -> bool:
+        """Whether two of the pages share a step of the kernels, see `Steps.is_short`."""
+        live = page_size - self.dead_tokens
+        return self.num_tiles == 1 and page_size >= 2 * SHORT_TOKENS and live <= SHORT_TOKENS
 
     @property
     def steps_per_node(self) -> int:
@@ -192,6 +197,7 @@ def _steps(work: UniformWork, sizes: UniformSizes, shape: _Shape) -> Steps:
         first_row,
         first_row + work.rows,
         np.zeros_like(step),
+        np.full_like(step, work.is_short(sizes.page_size)),
     )
     return Steps(*(_padded(column, sizes.num_steps) for column in columns))
 

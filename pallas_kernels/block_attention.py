@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.blocks import Mask, any_of
 from pallas_kernels.compat import plgpu
-from pallas_kernels.config import BLOCK_KV, BLOCK_Q
+from pallas_kernels.config import BLOCK_KV, BLOCK_Q, HALF
 from pallas_kernels.labels import Label, read_live
 from pallas_kernels.launch import Launch
 from pallas_kernels.softmax import MASKED, State
@@ -83,33 +83,38 @@ def _masked(launch: Launch, task: Task, stage, label: Label, scores):
         # A select, not a bias: what is no number must not reach the rows of others.
         return jnp.where(lax.broadcast_in_dim(mine, scores.shape, [0]), scores, MASKED)
 
-    def mask_pages(scores, pages):
+    def column_of(scores):
+        return plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+
+    def length_of(page, shape):
+        """The page's live tokens for each row: none, if the row is none of its."""
+        lo, hi, row_lo, row_hi = page
+        mine = (rows() >= row_lo) & (rows() < row_hi)
+        return lax.broadcast_in_dim(jnp.where(mine, hi - lo, 0), shape, [0])
+
+    def is_within(offset, length):
+        # Without a sign, what lies before the first token is past the last one: one comparison.
+        return offset.astype(jnp.uint32) < length.astype(jnp.uint32)
+
+    def mask_pages(scores):
         # Dead rows of K may hold NaN: select, do not add.
-        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-
-        def seen(lo, hi, row_lo, row_hi):
-            mine = (rows() >= row_lo) & (rows() < row_hi)
-            # A row that is none of the page's ends before its first token.
-            end = jnp.where(mine, hi, lo)
-            return (column >= lo) & (column < lax.broadcast_in_dim(end, scores.shape, [0]))
-
-        return jnp.where(any_of(seen(*page) for page in pages), scores, MASKED)
-
-    def mask_first_page(scores):
-        return mask_pages(scores, pages()[:1])
-
-    def mask_all_pages(scores):
-        return mask_pages(scores, pages())
-
-    def pages():
+        column, shape = column_of(scores), scores.shape
         live = read_live(launch.smem["labels"], stage, launch.pages_of_a_label)
-        return list(zip(*live, strict=True))
+        pages = list(zip(*live, strict=True))
+        if len(pages) > 2:
+            seen = any_of(is_within(column - page[0], length_of(page, shape)) for page in pages)
+            return jnp.where(seen, scores, MASKED)
+        # A page in each half: which half a column is in is known when this is compiled.
+        first, second = pages
+        is_first = column < HALF
+        start = jnp.where(is_first, first[0], second[0])
+        length = jnp.where(is_first, length_of(first, shape), length_of(second, shape))
+        return jnp.where(is_within(column - start, length), scores, MASKED)
 
     covers = (label.row_lo <= first_row) & (label.row_hi >= first_row + BLOCK_Q)
     plain = jnp.where(covers, 0, 1)
-    mask = jnp.where(label.mask == Mask.ROWS, plain, label.mask + 1)
-    masks = [mask_none, mask_rows, mask_first_page, mask_all_pages]
-    return lax.switch(mask, masks, scores)
+    mask = jnp.where(label.mask == Mask.ROWS, plain, 2)
+    return lax.switch(mask, [mask_none, mask_rows, mask_pages], scores)
 
 
 def _drop_dead_values(launch: Launch, task: Task, stage, label: Label) -> None:

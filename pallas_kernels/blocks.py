@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
@@ -63,7 +64,7 @@ class Contents(NamedTuple):
 
     Attributes:
       block: by itself; of one page, the first half if the stage is shared.
-      other: the block after it, whose start is the second half; None where pages are small.
+      other: a later block, whose start is the second half; None where pages are small.
       is_shared: whether that is so.
     """
 
@@ -72,21 +73,31 @@ class Contents(NamedTuple):
     is_shared: Any
 
     def live(self) -> Live:
-        """What is live in the stage, of as many pages as a label has."""
+        """What is live in the stage, of as many pages as a label has.
+
+        A block of one page is two halves, whether both are of one page or not.
+        """
         if self.other is None:
             return self.block.live
-        lo, hi, *rows = self.other.live
-        lo, hi = (jnp.where(self.is_shared, HALF + column[0], 0) for column in (lo, hi))
-        spans = zip(self.block.live, Live((lo,), (hi,), *rows), strict=True)
-        return Live(*(first + second for first, second in spans))
+        (lo,), (hi,), *rows = self.block.live
+        (other_lo,), (other_hi,), *other_rows = self.other.live
+        pick = functools.partial(jnp.where, self.is_shared)
+        return Live(
+            (jnp.minimum(lo, HALF), pick(HALF + other_lo, jnp.maximum(lo, HALF))),
+            (jnp.minimum(hi, HALF), pick(HALF + other_hi, jnp.maximum(hi, HALF))),
+            *(
+                (mine[0], pick(other[0], mine[0]))
+                for mine, other in zip(rows, other_rows, strict=True)
+            ),
+        )
 
     def mask(self, page_size: int):
         """The `Mask` of the stage."""
         live = self.block.live
         if self.other is None:
-            return jnp.where(live.is_plain(page_size), Mask.ROWS, Mask.ALL_PAGES)
-        alone = jnp.where(live.is_full(BLOCK_KV), Mask.ROWS, Mask.FIRST_PAGE)
-        return jnp.where(self.is_shared, Mask.ALL_PAGES, alone)
+            return jnp.where(live.is_plain(page_size), Mask.ROWS, Mask.PAGES)
+        is_plain = live.is_full(BLOCK_KV) & ~self.is_shared
+        return jnp.where(is_plain, Mask.ROWS, Mask.PAGES)
 
     def is_dirty(self, page_size: int):
         """Whether a token of the stage is dead."""
@@ -100,16 +111,50 @@ class Contents(NamedTuple):
 class Mask(enum.IntEnum):
     """Which scores of a stage are live.
 
-    ROWS: all of the first page's rows, whatever the token. FIRST_PAGE: those of its rows and live
-    tokens. ALL_PAGES: for each page, those of its rows and live tokens.
+    ROWS: all of the first page's rows, whatever the token. PAGES: for each page of the label, those
+    of its rows and live tokens.
     """
 
-    ROWS, FIRST_PAGE, ALL_PAGES = range(3)
+    ROWS, PAGES = range(2)
 
 
 def any_of(masks: Iterable):
     """Elementwise or of the masks."""
     return functools.reduce(jnp.logical_or, masks)
+
+
+class Held(NamedTuple):
+    """A short block that is held back until another one shares its stage.
+
+    Attributes:
+      block: of one page.
+      number: 1 if there is one, else 0.
+    """
+
+    block: Block
+    number: Any
+
+    @classmethod
+    def none(cls) -> "Held":
+        """No such block."""
+        zero = jnp.int32(0)
+        return cls(Block((zero,), Live(*[(zero,)] * 4), zero, (zero,)), zero)
+
+
+class Passing(NamedTuple):
+    """What a turn of the memory warpgroup passes on.
+
+    Attributes:
+      contents: of the stage.
+      is_any: whether anything is passed on.
+      is_last: whether nothing of the segment follows.
+      held: what is held back then.
+    """
+
+    contents: Contents
+    is_any: Any
+    is_last: Any
+    held: Held
 
 
 class Cursor(NamedTuple):
@@ -182,11 +227,6 @@ class Walk(NamedTuple):
         """Whether there is a block here."""
         return cursor.block < self.num_blocks
 
-    def has_another_in_chunk(self, cursor: Cursor):
-        """Whether a block of the segment follows in the same chunk."""
-        following = cursor._replace(block=cursor.block + 1)
-        return self.is_inside(following) & ~self.is_first_of_chunk(following)
-
     def is_first_of_chunk(self, cursor: Cursor):
         """Whether the block here is a chunk's first."""
         return lax.rem(cursor.block, jnp.int32(self.blocks_per_chunk)) == 0
@@ -204,7 +244,7 @@ class Walk(NamedTuple):
             lo = jnp.maximum(steps[first + j, StepTable.COL_LO] - part * BLOCK_KV, 0)
             hi = jnp.minimum(steps[first + j, StepTable.COL_HI] - part * BLOCK_KV, BLOCK_KV)
             hi = jnp.where(inside, jnp.maximum(hi, lo), lo)
-            source = steps[first + j, StepTable.SOURCE] if self.num_sources > 1 else 0
+            source = steps[first + j, StepTable.SOURCE] if self.num_sources > 1 else jnp.int32(0)
             columns.append(
                 (
                     jnp.where(inside, steps[first + j, StepTable.PAGE], 0),
@@ -218,19 +258,28 @@ class Walk(NamedTuple):
         pages, col_lo, col_hi, row_lo, row_hi, sources = zip(*columns, strict=True)
         return Block(pages, Live(col_lo, col_hi, row_lo, row_hi), part, sources)
 
-    def read_contents(self, cursor: Cursor, *, may_share) -> Contents:
-        """What goes into one stage, from the block here on."""
-        block = self.read(cursor)
-        if self.pages_per_block > 1:
-            return Contents(block, None, jnp.bool_(False))
-        other = self.read(cursor._replace(block=cursor.block + 1))
-        is_shared = may_share & self.has_another_in_chunk(cursor)
-        return Contents(block, other, is_shared & block.is_short() & other.is_short())
+    def pass_on(self, cursor: Cursor, held: Held, *, may_hold) -> Passing:
+        """What to do at the block here, or, past the end, with the one that is held.
 
-    def skip(self, cursor: Cursor, end, *, is_passed_on) -> Cursor:
-        """At the block number `end`."""
+        The last one is passed on even if it is dead: it ends the segment.
+        """
+        here, is_past = self.read(cursor), ~self.is_inside(cursor)
+        is_end, is_live = cursor.block >= self.num_blocks - 1, here.live.is_live() & ~is_past
+        if self.pages_per_block > 1:
+            alone = Contents(here, None, jnp.bool_(False))
+            return Passing(alone, is_live | is_end, is_end, held)
+        has, is_short = held.number == 1, may_hold & is_live & here.is_short()
+        is_shared, is_held = is_short & has, is_short & ~has & ~is_end
+        number = jnp.where(is_held, 1, jnp.where(is_shared | is_past, 0, held.number))
+        after = Held(_select(is_held, here, held.block), number)
+        contents = Contents(_select(is_past | is_shared, held.block, here), here, is_shared)
+        is_any = is_past | (is_live & ~is_held) | (is_end & ~has)
+        return Passing(contents, is_any, is_end & (number == 0), after)
+
+    def skip(self, cursor: Cursor, *, is_passed_on) -> Cursor:
+        """At the next block."""
         one = jnp.where(is_passed_on, jnp.int32(1), jnp.int32(0))
-        cursor = Cursor(end, cursor.chunk, cursor.ring + one)
+        cursor = Cursor(cursor.block + 1, cursor.chunk, cursor.ring + one)
         crosses = self.is_first_of_chunk(cursor) & self.is_inside(cursor)
 
         @pl.when(crosses)
@@ -239,3 +288,8 @@ class Walk(NamedTuple):
 
         chunk = cursor.chunk + jnp.where(crosses, jnp.int32(1), jnp.int32(0))
         return cursor._replace(chunk=chunk)
+
+
+def _select(condition, yes, no):
+    """Leaf by leaf."""
+    return jax.tree.map(functools.partial(jnp.where, condition), yes, no)

@@ -1,7 +1,7 @@
 """What the memory warpgroup says of a block to the compute warpgroups, in shared memory.
 
-It alone walks the step table. A label is written before the block's values are loaded and is read
-after the block has arrived, so the arrival guards it; it is overwritten with the block.
+It alone walks the step table. A label is written before the block's last arrival and is read after
+all of them, so they guard it; it is overwritten with the block.
 """
 
 from typing import Any, NamedTuple

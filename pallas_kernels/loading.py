@@ -10,7 +10,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import Block, Contents, Cursor, Walk
+from pallas_kernels.blocks import Block, Contents, Cursor, Held, Walk
 from pallas_kernels.compat import plgpu
 from pallas_kernels.config import (
     BLOCK_KV,
@@ -57,47 +57,58 @@ def load_segments(launch: Launch) -> None:
                     launch.barrier("q_full", count + t),
                 )
 
-    def load_contents(name, contents: Contents, kv_head, ring):
-        """Loads keys, "k", or values; every page that a label has arrives, loaded or not."""
+    def fill(contents: Contents, kv_head, ring, *, is_last):
+        """Loads a stage and labels it; every page that a label has arrives, loaded or not."""
         block, other, is_shared = contents
         num_pages, is_live = pages_of_a_label(page_size), block.live.is_live()
 
+        def label():
+            labels, stage = launch.smem["labels"], launch.place("kv", ring)
+            write_label(labels, stage, contents, is_last=is_last, page_size=page_size)
+
         def load(block: Block, j, row, box):
-            load_page(name, block, j, kv_head, ring, pl.ds(row, box))
+            load_page(block, j, kv_head, ring, pl.ds(row, box))
 
         @pl.when(is_live & ~is_shared)
         def _():
+            if other is None:
+                label()
             for j in range(len(block.pages)):
                 row = j * page_size
                 by_box(block.live.col_hi[j] - row, functools.partial(load, block, j, row))
-            arrive(ring, num_pages - len(block.pages))
+            if other is not None:
+                # Behind the loads, which nothing should delay, and guarded by these arrivals.
+                label()
+                arrive(ring, num_pages - len(block.pages))
 
         @pl.when(~is_live)
         def _():
+            label()
             arrive(ring, num_pages)
 
         if other is not None:
 
             @pl.when(is_shared)
             def _():
+                label()
                 load(block, 0, 0, HALF)
                 load(other, 0, HALF, HALF)
 
     def arrive(ring, num_pages):
-        for _ in range(num_pages):
+        for _ in range(2 * num_pages):
             plgpu.barrier_arrive(launch.barrier("kv_full", ring))
 
-    def load_page(name, block: Block, j, kv_head, ring, rows):
+    def load_page(block: Block, j, kv_head, ring, rows):
         """Loads the start of the block's j-th page to these rows of the stage."""
         for s, source in enumerate(inputs.kv):
-            cache = source["kv".index(name)]
 
-            def load(cache=cache):
-                plgpu.copy_gmem_to_smem(
-                    rows_of(cache, block.pages[j], block.part, kv_head, rows.size),
-                    launch.smem[name].at[launch.place("kv", ring), rows],
-                    launch.barrier("kv_full", ring),
-                )
+            def load(source=source):
+                for name, cache in zip("kv", source, strict=True):
+                    plgpu.copy_gmem_to_smem(
+                        rows_of(cache, block.pages[j], block.part, kv_head, rows.size),
+                        launch.smem[name].at[launch.place("kv", ring), rows],
+                        launch.barrier("kv_full", ring),
+                    )
 
             if len(inputs.kv) == 1:
                 load()
@@ -141,31 +152,28 @@ def load_segments(launch: Launch) -> None:
 
         load_queries(segment, num_queries)
 
-        def run_block(cursor: Cursor):
-            contents = walk.read_contents(cursor, may_share=segment.num_tiles == 1)
-            end = cursor.block + 1 + jnp.where(contents.is_shared, jnp.int32(1), jnp.int32(0))
-            is_last = end == walk.num_blocks
-            # The last block is passed on even if it is dead: its label ends the segment.
-            is_passed_on = contents.block.live.is_live() | is_last
+        def run_block(carry):
+            cursor, held = carry
+            passing = walk.pass_on(cursor, held, may_hold=segment.num_tiles == 1)
 
-            @pl.when(is_passed_on)
+            @pl.when(passing.is_any)
             def _():
                 wait_until_free("kv", cursor.ring)
-                load_contents("k", contents, segment.kv_head, cursor.ring)
-                # Behind the first loads, which nothing should delay; the last's arrival guards it.
-                stage = launch.place("kv", cursor.ring)
-                labels = launch.smem["labels"]
-                write_label(labels, stage, contents, is_last=is_last, page_size=page_size)
-                load_contents("v", contents, segment.kv_head, cursor.ring)
+                fill(passing.contents, segment.kv_head, cursor.ring, is_last=passing.is_last)
 
             # After the block's own loads.
-            @pl.when(walk.is_first_of_chunk(cursor))
+            @pl.when(walk.is_first_of_chunk(cursor) & walk.is_inside(cursor))
             def _():
                 load_next_chunk(cursor)
 
-            return walk.skip(cursor, end, is_passed_on=is_passed_on)
+            return walk.skip(cursor, is_passed_on=passing.is_any), passing.held
 
-        cursor = lax.while_loop(walk.is_inside, run_block, walk.begin(cursor))
+        def is_left(carry):
+            cursor, held = carry
+            return walk.is_inside(cursor) | (held.number == 1)
+
+        carry = walk.begin(cursor), Held.none()
+        cursor, _ = lax.while_loop(is_left, run_block, carry)
         return cursor, num_queries + segment.num_tiles
 
     # By ordinary loads, beside those of the worker's row: one trip to memory instead of two.

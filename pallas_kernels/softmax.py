@@ -14,8 +14,8 @@ MASKED = -1e30
 START = -1e29
 """The running maximum before any key: above MASKED, so that exp2(MASKED - START) is 0."""
 LN_2 = math.log(2)
-COARSE = 2.0**24
-"""Scores in base 2 from here on are whole numbers in float32."""
+COARSE = 2.0**27
+"""Scores in base 2 from here on are 8 and more apart in float32, and rounded by as much."""
 _FACTORS = 1e-6, 1e6
 """Within these, MASKED and START can be products of queries and keys too."""
 
@@ -39,8 +39,8 @@ class Scale(NamedTuple):
         """The second part for each row, and the row's maximum times it.
 
         The rounded product of a maximum is no score: fused, the weight of the maximum itself is
-        2**(its rounding error), harmless as long as that is small. Where it is not, float32 scores
-        are so far apart that the power of two below the scale, which rounds nothing, serves.
+        2**(its rounding error), harmless up to 2**8. Beyond, float32 scores are so far apart that
+        the power of two below the scale, which rounds nothing, serves.
         """
         scaled = top * self.second
         if self.second == 1:
@@ -78,9 +78,10 @@ class State(NamedTuple):
         factor, scaled_top = scale.of_rows(top)
         # Exactly 1 where the maximum stays: what comes with every block would add up.
         decay = jnp.exp2((self.top - top) * factor)
+        acc = scale_rows(self.acc, decay)
         weights = jnp.exp2(scale_rows(scores, factor) - _over_columns(scaled_top, scores.shape))
         total = self.total * decay + weights.sum(axis=1)
-        return State(scale_rows(self.acc, decay), top, total), weights
+        return State(acc, top, total), weights
 
     def merged(self, other: "State", scale: Scale) -> "State":
         """Both states' keys together."""

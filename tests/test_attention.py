@@ -183,11 +183,20 @@ def test_an_empty_forest_within_a_capacity_gives_empty_partials():
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_x64_changes_no_answer_and_no_dtype(implementation):
+    """Nor does a scale in NumPy's float64."""
     batch = SMALL.batch(LISTS)
     plan = SMALL.plan(batch.arrays)
     with jax.enable_x64(True):
         arguments = attend_arguments(batch, plan)
         assert_close(attend(*arguments, implementation=implementation), batch.expected())
+        q, kv, plan = arguments
+        prepared = prepare_plan(plan, implementation=implementation)
+        resolved = resolve_plan(prepared, kv.page_list, kv.kv_len, page_size=16)
+        scale = np.float64(SMALL.head_dim) ** -0.5
+        partial = attend_resolved(
+            q, kv.pool, resolved, jnp.int32(0), logits_scale=scale, implementation=implementation
+        )
+        assert_close(partial, batch.expected())
 
 
 def test_the_same_call_twice_gives_the_same_bits():

@@ -34,6 +34,7 @@ TRUE = CostProfile(
     cache_bytes=40.0 * 2**20,
     masked_us=0.2,
     partial_us=0.5,
+    short_us=0.4,
     tile_us=0.015,
 )
 PAGES = {"dtype": "bfloat16", "head_dim": 128, "page_size": 64, "num_workers": 132}
@@ -46,6 +47,7 @@ COSTS = (
     "bytes_per_us",
     "masked_us",
     "partial_us",
+    "short_us",
     "tile_us",
 )
 SIZES = grid_sizes(num_workers=132, page_size=64, group_size=4)
@@ -54,7 +56,8 @@ SIZES = grid_sizes(num_workers=132, page_size=64, group_size=4)
 def model_us(work, profile):
     """The model in words, by itself: the longest worker or the memory, and what is fixed."""
     per_step = [profile.segment_us, profile.step_us, profile.wide_step_us]
-    longest = (work.worker @ [*per_step, profile.masked_us, profile.partial_us]).max()
+    rare = [profile.masked_us, profile.partial_us, profile.short_us]
+    longest = (work.worker @ [*per_step, *rare]).max()
     page = 2 * 64 * 128 * 2
     again = max(0.0, 1 - profile.cache_bytes / (page * work.unique_pages))
     num_bytes = page * (work.unique_pages + again * (work.loaded_pages - work.unique_pages))
@@ -157,7 +160,7 @@ def test_held_out_points_have_no_part_in_the_fit(grid):
 
 def test_too_few_and_impossible_times_are_refused(grid):
     measured = samples(grid, TRUE)
-    with pytest.raises(ValueError, match=r"`samples` must be at least 9 .*; got 3\."):
+    with pytest.raises(ValueError, match=r"`samples` must be at least 10 .*; got 3\."):
         fit_profile(measured[:4], **PAGES)
     with pytest.raises(ValueError, match=r"`samples` must have positive times; got nan\."):
         fit_profile([dataclasses.replace(measured[0], time_us=float("nan")), *measured], **PAGES)

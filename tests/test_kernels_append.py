@@ -106,6 +106,13 @@ def test_a_row_outside_its_page_is_dropped(row):
     assert_same_bits(interpreted(pool, jnp.int32(1), slots, *new_values(case, 1)), pool)
 
 
+def test_no_tokens_change_nothing():
+    case = CASES[0]
+    none = jnp.zeros(0, jnp.int32)
+    arguments = filled_pool(case), jnp.int32(0), TokenSlots(none, none), *new_values(case, 0)
+    assert_same_bits(append_in_one_launch(*arguments), append(*arguments))
+
+
 def test_values_are_rounded_to_the_pool():
     case = CASES[0]
     pool, slots = filled_pool(case), slots_of(case, (1, 1))

@@ -82,7 +82,9 @@ def interpreted(batch, plan, page_size, config, *, factor=1.0):
         (64, 9, two_warpgroups),
         (64, 3, two_warpgroups),
         (16, 3, two_warpgroups),
+        (32, 3, two_warpgroups),
         (128, 2, one_warpgroup),
+        (128, 3, two_warpgroups),
     ],
 )
 def test_right_and_without_races(page_size, num_workers, make_config, capfd):
@@ -98,15 +100,23 @@ def test_right_and_without_races(page_size, num_workers, make_config, capfd):
     assert "RACE" not in (printed.out + printed.err).upper()
 
 
-@pytest.mark.parametrize("num_workers", [1, 5])
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_starts_of_pages_share_blocks(num_workers, num_stages, capfd):
-    """Leaves of 1 to 70 tokens in pages of 64: two short ones are one block, NaN behind each."""
-    lists = [[1] * 64 + [2 + i] * length for i, length in enumerate([32, 32, 9, 1, 33, 20, 70, 5])]
-    batch = batch_of(lists)
-    spec = PlanSpec(num_kv_heads=1, group_size=4, page_size=64, num_workers=num_workers)
+@pytest.mark.parametrize(
+    ("page_size", "num_workers", "num_stages", "lengths"),
+    [
+        (64, 1, 2, [32, 32, 9, 1, 33, 20, 70, 5]),
+        (64, 5, 4, [32, 32, 9, 1, 33, 20, 70, 5]),
+        (64, 1, 4, [84, 84, 100, 64, 65, 95, 84]),
+        (64, 3, 2, [84, 20, 128, 65, 64]),
+        (128, 1, 4, [20, 140, 30, 97, 160, 65]),
+    ],
+)
+def test_starts_of_pages_share_blocks(page_size, num_workers, num_stages, lengths, capfd):
+    """Two short pages are one block, also with others between them; NaN behind each."""
+    lists = [[1] * page_size + [2 + i] * length for i, length in enumerate(lengths)]
+    batch = batch_of(lists, page_size=page_size)
+    spec = PlanSpec(num_kv_heads=1, group_size=4, page_size=page_size, num_workers=num_workers)
     config = KernelConfig(num_stages=num_stages, num_query_buffers=3, interpretable=True)
-    result = interpreted(batch, build_plan(batch.arrays, spec), 64, config)
+    result = interpreted(batch, build_plan(batch.arrays, spec), page_size, config)
     out, lse = batch.expected()
     np.testing.assert_allclose(result.out, out, rtol=0, atol=1e-2)
     np.testing.assert_allclose(result.lse, lse, rtol=0, atol=1e-5)

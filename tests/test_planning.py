@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import CASES, SMALL, Case
-from plan_reads import times_read, used_segments, wanted_reads
+from plan_reads import step_tokens, times_read, used_segments, wanted_reads
 
 from codec_jax.planning.build import build_plan, plan_forest
 from codec_jax.planning.cost import CostModel
@@ -90,6 +90,23 @@ def check_steps(plan, batch, case):
     per_node = np.bincount(plan.steps.node[:num_steps], minlength=runs.size)
     assert per_node.tolist() == (runs * batch.arrays.num_pages).tolist()
     assert (plan.steps.row_hi[num_steps:] == 0).all()
+    assert plan.steps.is_short.tolist() == [
+        is_short(plan, batch, s) for s in range(capacity_of(plan))
+    ]
+
+
+def capacity_of(plan):
+    return plan.steps.node.size
+
+
+def is_short(plan, batch, step):
+    """1 for a page of at least 64 tokens, for one tile, whose live tokens lie in the first 32."""
+    steps, page_size = plan.steps, batch.forest.page_size
+    if page_size < 64 or steps.row_hi[step] == 0:
+        return 0
+    tiles = steps.row_lo[step] // TILE_ROWS, (steps.row_hi[step] - 1) // TILE_ROWS
+    end = step_tokens(plan, batch, step).stop - steps.kv_start[step]
+    return int(tiles[0] == tiles[1] and end <= 32)
 
 
 def touched_tiles(plan, batch):
@@ -117,17 +134,22 @@ def check_balance(plan, case):
     """
     cost = CostModel.closed_form(case.spec)
     most_step_ticks = max(cost.step_ticks, cost.wide_step_ticks)
-    whole = ticks(plan.items, cost).sum() * plan.num_kv_heads
+    whole = ticks(plan.items, plan, cost).sum() * plan.num_kv_heads
     allowed = whole / case.num_workers + 1 + cost.segment_ticks + most_step_ticks
     ranges = zip(plan.worker_indptr[:-1], plan.worker_indptr[1:], strict=True)
-    of_segment = ticks(plan.segments, cost)
+    of_segment = ticks(plan.segments, plan, cost)
     assert max(of_segment[lo:hi].sum() for lo, hi in ranges) <= allowed
 
 
-def ticks(work, cost):
+def ticks(work, plan, cost):
     """Cost of each item or segment; none for padding."""
-    per_step = np.where(work.num_tiles == 2, cost.wide_step_ticks, cost.step_ticks)
-    return np.where(work.num_tiles > 0, cost.segment_ticks + work.num_steps * per_step, 0)
+    narrow = np.where(plan.steps.is_short == 1, cost.short_step_ticks, cost.step_ticks)
+    runs = zip(work.num_tiles, work.step_lo, work.num_steps, strict=True)
+    prices = [
+        np.full(n, cost.wide_step_ticks) if t == 2 else narrow[lo : lo + n] for t, lo, n in runs
+    ]
+    steps = np.array([price.sum() for price in prices])
+    return np.where(work.num_tiles > 0, cost.segment_ticks + steps, 0)
 
 
 def check_default_capacity(plan, batch, case):
@@ -219,6 +241,24 @@ def test_new_tokens_reserve_steps_on_private_leaves_only():
     arrays = arrays._replace(max_kv_len=arrays.max_kv_len.astype(np.int32))
     steps = [int(case.plan(arrays, num_new_tokens=k).counts.steps) for k in (0, 9, 900)]
     assert steps == [3, 3, 3]
+
+
+def test_a_page_that_will_grow_is_not_short():
+    """30 tokens are; with 2 more to come still, with 3 no more. A shared wide node never is."""
+    case = Case(page_size=64, group_size=64, max_requests=8)
+    batch = case.batch([[1] * 64 + [2 + i] * 30 for i in range(3)] + [[9] * 20, [9] * 20 + [8]])
+    kv_len = batch.arrays.kv_len
+    may_grow = (kv_len > 0) & (kv_len < 64)
+    arrays = batch.arrays._replace(max_kv_len=np.where(may_grow, kv_len + 3, kv_len))
+    for num_new_tokens, shortest in ((0, 30), (2, 30), (3, 29)):
+        plan = case.plan(arrays, num_new_tokens=num_new_tokens)
+        steps = plan.steps
+        used = steps.row_hi > 0
+        narrow = steps.row_lo // 64 == (steps.row_hi - 1) // 64
+        length = batch.arrays.kv_len[steps.node]
+        expected = used & narrow & (length <= shortest)
+        assert steps.is_short.tolist() == expected.astype(int).tolist()
+        assert expected.any() and (used & ~narrow & (length == 20)).any()
 
 
 def test_plans_are_int32_under_x64():

@@ -123,3 +123,16 @@ def test_auto_loses_on_no_random_forest(spec, profile):
     named = {str(i): arrays for i, arrays in enumerate(random_arrays(20))}
     allowed_us = MAX_LOSS_US if spec is HEADS else PROFILE.wide_step_us
     assert losses(named, spec, profile, allowed_us=allowed_us) == []
+
+
+@pytest.mark.parametrize(("tokens", "is_repeated"), [(20, True), (40, False)])
+def test_a_short_page_is_repeated_at_the_price_of_a_short_step(tokens, is_repeated):
+    """A root over two tiles: one segment of 100 ticks, or in streams twice 32 or twice 64."""
+    forest = Forest(page_size=PAGE_SIZE)
+    root = forest.insert(np.zeros(tokens, int))
+    for i in range(32):
+        forest.add_request([1 + i], parent=root)
+    cost = CostModel(step_ticks=64, wide_step_ticks=90, segment_ticks=10, short_step_ticks=32)
+    plan = build_plan(export_arrays(forest), HEADS, policy=AUTO, cost=cost)
+    assert int(plan.counts.steps) == 32 + (2 if is_repeated else 1)
+    assert int(plan.counts.items) == 2 + (not is_repeated)

@@ -96,9 +96,16 @@ def test_capacity_refuses_what_is_not_positive(name):
 @pytest.mark.parametrize("value", [-1, 0.5])
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CostModel)])
 def test_cost_refuses_what_is_no_number_of_ticks(name, value):
-    rule = rf"^`{name}` must be an integer of at least {int(name != 'slot_ticks')}; got {value}\.$"
+    least = 0 if name in ("slot_ticks", "short_step_ticks") else 1
+    rule = rf"^`{name}` must be an integer of at least {least}; got {value}\.$"
     with pytest.raises(ValueError, match=rule):
         dataclasses.replace(CostModel.closed_form(SMALL.spec), **{name: value})
+
+
+def test_a_short_step_costs_no_more_than_another():
+    rule = r"^`short_step_ticks` must be at most `step_ticks`, 2; got 3\.$"
+    with pytest.raises(ValueError, match=rule):
+        CostModel(step_ticks=2, wide_step_ticks=3, segment_ticks=1, short_step_ticks=3)
 
 
 def test_an_unknown_policy_lists_the_known_ones(batch):

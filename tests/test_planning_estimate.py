@@ -44,13 +44,19 @@ def plan_of(policy, batch):
 
 def brute_force(plan, kv_len):
     """Worker by worker, segment by segment, step by step, tile by tile."""
-    worker = np.zeros((plan.worker_indptr.size - 1, 5), int)
+    worker = np.zeros((plan.worker_indptr.size - 1, 6), int)
     for w in range(len(worker)):
         for i in range(plan.worker_indptr[w], plan.worker_indptr[w + 1]):
             num_tiles, first = plan.segments.num_tiles[i], plan.segments.tile[i] * 64
             worker[w, 0] += 1
             for step in range(plan.segments.num_steps[i]):
                 step += plan.segments.step_lo[i]
+                end = kv_len[plan.steps.node[step]] - plan.steps.kv_start[step]
+                rows = plan.steps.row_lo[step], plan.steps.row_hi[step] - 1
+                is_narrow = rows[0] // 64 == rows[1] // 64
+                if plan.page_size >= 64 and is_narrow and 0 < end <= 32:
+                    worker[w, 5] += 1
+                    continue
                 worker[w, num_tiles] += 1
                 inside = plan.steps.row_lo[step] <= first
                 inside &= plan.steps.row_hi[step] >= first + 64 * num_tiles
@@ -88,6 +94,26 @@ def test_work_is_counted(policy, batch):
     assert work.live_rows == plan.num_kv_heads * rows
 
 
+def test_short_pages_are_counted_by_themselves_and_by_what_is_read():
+    """Leaves of 1 to 96 tokens behind 64 that all share: 32 or 64 tokens of a page are read."""
+    case = Case(group_size=8, page_size=64, max_requests=24, max_tail=100)
+    lengths = [1, 16, 17, 31, 32, 33, 63, 64, 65, 96]
+    batch = case.batch([[1] * 64 + [2 + i] * length for i, length in enumerate(lengths)])
+    plan, kv_len = case.plan(batch.arrays), batch.arrays.kv_len
+    work = count_work(plan, kv_len=kv_len)
+    np.testing.assert_array_equal(work.worker, brute_force(plan, kv_len))
+    heads = plan.num_kv_heads
+    assert work.worker[:, 5].sum() == heads * 7
+    parts = 1 + 0.5 * 5 + 1 * 3 + (1 + 0.5) * 2
+    assert work.unique_pages == heads * parts
+    by_plan = count_work(plan)
+    assert by_plan.worker[:, 5].sum() == heads * 7
+    assert by_plan.unique_pages == work.unique_pages  # 33 and 63 tokens are read as 64
+    profile = dataclasses.replace(PROFILE, page_size=64, short_us=0.375)
+    found = estimate(plan, spec=case.spec, profile=profile, kv_len=kv_len)
+    assert found.work_us == (work.worker @ [2.0, 0.5, 1.25, 0.25, 0.0625, 0.375]).max()
+
+
 def test_a_page_that_many_read_is_one_page(batch):
     shared, alone = (count_work(plan_of(p, batch)) for p in ("balanced", "flash_decoding"))
     assert alone.unique_pages == shared.unique_pages
@@ -117,7 +143,7 @@ def test_a_cut_costs_a_segment_and_its_slots(batch):
 def test_the_busiest_worker_and_what_is_fixed(batch):
     plan = plan_of("balanced", batch)
     work = count_work(plan, kv_len=batch.arrays.kv_len)
-    costs = np.array([2.0, 0.5, 1.25, 0.25, 0.0625])
+    costs = np.array([2.0, 0.5, 1.25, 0.25, 0.0625, 0.75])
     found = estimate(plan, spec=CASE.spec, profile=PROFILE, kv_len=batch.arrays.kv_len)
     assert found.work_us == (work.worker @ costs).max()
     fixed = 8.0 + 0.125 * work.merged_slots + 0.03125 * work.merged_tiles

@@ -115,7 +115,8 @@ def shares_by_hand(plan, cost):
         wide = plan.segments.num_tiles[i] == 2
         lo = plan.segments.step_lo[i]
         for step in range(lo, lo + plan.segments.num_steps[i]):
-            by_node[plan.steps.node[step]] += cost.wide_step_ticks if wide else cost.step_ticks
+            narrow = cost.short_step_ticks if plan.steps.is_short[step] else cost.step_ticks
+            by_node[plan.steps.node[step]] += cost.wide_step_ticks if wide else narrow
     total = by_node.sum() + int(plan.counts.segments) * cost.segment_ticks
     return 100 * by_node / total
 

@@ -1,20 +1,23 @@
 """Divisions of the work against what no division can beat, and against lists made one by one."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from codec_jax.planning.codec_division import longest_first
-from codec_jax.planning.cost import CostModel
+from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.lower_bound import lower_bound_ticks
-from codec_jax.planning.plan import Items
+from codec_jax.planning.plan import Items, Steps
 from codec_jax.planning.policies import POLICIES
 from codec_jax.planning.segments import divide
 from codec_jax.planning.spec import PlanSpec
 
 NUM_ITEMS = 256
+MAX_STEPS = 200 * 132
 COSTS = {
     "closed form": CostModel(step_ticks=64, wide_step_ticks=96, segment_ticks=128),
     "cheap wide steps": CostModel(step_ticks=37, wide_step_ticks=50, segment_ticks=90),
@@ -38,6 +41,12 @@ def random_items(rng, shape, steps_per_worker, *, num_kv_heads, num_workers):
     num_tiles[:count] = rng.integers(1, 3, count)
     zeros = np.zeros(NUM_ITEMS, np.int32)
     return Items(tile=zeros, num_tiles=num_tiles, step_lo=zeros, num_steps=num_steps)
+
+
+def uniform_steps(cost):
+    """More full pages than any item has, from the first of which all items start."""
+    columns = {field.name: jnp.zeros(MAX_STEPS, jnp.int32) for field in dataclasses.fields(Steps)}
+    return StepTicks.of(Steps(**columns | {"row_hi": jnp.ones(MAX_STEPS, jnp.int32)}), cost)
 
 
 def step_ticks(items, cost):
@@ -71,8 +80,9 @@ def divider(policy, signature, cost_name):
     capacity = NUM_ITEMS * num_kv_heads + chosen.most_cuts(num_workers)
 
     def run(items):
-        division = divide(items, spec=spec, policy=chosen, cost=cost, capacity=capacity)
-        return division, lower_bound_ticks(items, spec=spec, cost=cost)
+        steps = uniform_steps(cost)
+        division = divide(items, steps, spec=spec, policy=chosen, cost=cost, capacity=capacity)
+        return division, lower_bound_ticks(items, steps, spec=spec, cost=cost)
 
     return spec, cost, capacity, jax.jit(run)
 
@@ -180,7 +190,14 @@ def test_divisions_are_the_same_under_x64(policy):
     expected = jax.device_get(run(items))
     with jax.enable_x64(True):
         again = jax.device_get(
-            divide(items, spec=spec, policy=POLICIES[policy], cost=cost, capacity=capacity)
+            divide(
+                items,
+                uniform_steps(cost),
+                spec=spec,
+                policy=POLICIES[policy],
+                cost=cost,
+                capacity=capacity,
+            )
         )
     jax.tree.map(np.testing.assert_array_equal, again, expected[0])
     assert {leaf.dtype for leaf in jax.tree.leaves(again)} == {np.dtype(np.int32)}

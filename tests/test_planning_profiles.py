@@ -46,7 +46,7 @@ def test_a_row_comes_back_whatever_else_it_holds(tmp_path):
 
 
 def test_later_costs_may_be_missing(tmp_path):
-    later = ("masked_us", "partial_us", "tile_us")
+    later = ("masked_us", "partial_us", "short_us", "tile_us")
     (profile,) = load_profiles(write(tmp_path, [{k: v for k, v in ROW.items() if k not in later}]))
     assert profile == dataclasses.replace(PROFILE, **dict.fromkeys(later, 0.0))
 
@@ -73,7 +73,9 @@ def test_bad_values_are_refused_with_the_file_and_the_field(tmp_path, change, me
         load_profiles(path)
 
 
-@pytest.mark.parametrize("name", [name for name in ROW if name not in ("masked_us", "tile_us")])
+@pytest.mark.parametrize(
+    "name", [name for name in ROW if name not in ("masked_us", "short_us", "tile_us")]
+)
 def test_missing_fields_are_named(tmp_path, name):
     path = write(tmp_path, [{key: value for key, value in ROW.items() if key != name}])
     if name == "partial_us":
@@ -117,6 +119,15 @@ def test_costs_in_ticks():
     spec = PlanSpec(num_kv_heads=8, group_size=4, page_size=64)
     assert cost_for(spec, PROFILE) == PROFILE.cost_model()
     assert cost_for(spec, None) == CostModel.closed_form(spec)
+
+
+def test_a_short_step_is_priced_where_it_was_measured():
+    """Else it costs what any other does."""
+    measured = dataclasses.replace(PROFILE, short_us=0.25)
+    assert measured.cost_model().short_step_ticks == 16
+    assert measured.worker_costs[-1] == 0.25
+    assert PROFILE.cost_model().short_step_ticks == 0
+    assert PROFILE.worker_costs[-1] == PROFILE.step_us + PROFILE.masked_us
 
 
 def test_costs_never_become_zero_ticks():

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from codec_jax.forest_arrays import ForestArrays, check_page_size
-from codec_jax.planning.cost import CostModel
+from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.items import items_of_tiles, lay_runs, make_items, make_steps
 from codec_jax.planning.plan import Plan, PlanCounts
 from codec_jax.planning.policies import Policy, policy_named
@@ -17,7 +17,15 @@ from codec_jax.planning.scans import iota
 from codec_jax.planning.segments import divide
 from codec_jax.planning.spec import TILE_ROWS, PlanCapacity, PlanSpec, Workload
 from codec_jax.planning.tiles import Tiles, form_tiles
-from codec_jax.planning.virtual_nodes import VirtualNodes, copies_of, node_units, virtual_nodes
+from codec_jax.planning.virtual_nodes import (
+    NodeUnits,
+    VirtualNodes,
+    copies_of,
+    node_units,
+    num_short_pages,
+    reach_of,
+    virtual_nodes,
+)
 
 
 class PlanOverflowError(RuntimeError):
@@ -92,20 +100,23 @@ def plan_forest(
         spec=spec,
         shape=(forest.request_row.shape[0] * spec.units_per_request, capacity.tiles),
     )
-    if policy.repeats or capacity.virtual_nodes != forest.parent.shape[0]:
-        nodes = virtual_nodes(
-            units,
-            tiles,
-            copies_of(forest, units, tiles, policy=policy, cost=cost),
-            units_per_request=spec.units_per_request,
-            capacity=capacity.virtual_nodes,
-        )
-    else:  # the nodes themselves, in order already
-        nodes = VirtualNodes(iota(capacity.virtual_nodes), *units, forest.num_nodes)
+    nodes = _as_read(
+        forest, units, tiles, num_new_tokens, spec=spec, policy=policy, cost=cost, capacity=capacity
+    )
     runs = lay_runs(nodes, tiles, spec=spec)
-    steps = make_steps(forest, nodes, runs, page_size=spec.page_size, capacity=capacity.steps)
+    reach = reach_of(forest, num_new_tokens)
+    steps = make_steps(
+        forest, nodes, runs, reach, page_size=spec.page_size, capacity=capacity.steps
+    )
     items, num_items = make_items(nodes, runs, num_tiles=capacity.tiles, capacity=capacity.items)
-    division = divide(items, spec=spec, policy=policy, cost=cost, capacity=capacity.segments)
+    division = divide(
+        items,
+        StepTicks.of(steps, cost),
+        spec=spec,
+        policy=policy,
+        cost=cost,
+        capacity=capacity.segments,
+    )
     tile_indptr, tile_items = items_of_tiles(items, num_tiles=capacity.tiles)
     counts = PlanCounts(
         virtual_nodes=nodes.total,
@@ -128,6 +139,31 @@ def plan_forest(
         page_size=spec.page_size,
         num_nodes=forest.parent.shape[0],
         num_page_entries=forest.page_list.shape[0],
+    )
+
+
+def _as_read(
+    forest: ForestArrays,
+    units: NodeUnits,
+    tiles: Tiles,
+    num_new_tokens: Int32[Array, ""],
+    *,
+    spec: PlanSpec,
+    policy: Policy,
+    cost: CostModel,
+    capacity: PlanCapacity,
+) -> VirtualNodes:
+    """The nodes, each as often as the policy reads it."""
+    if not policy.repeats and capacity.virtual_nodes == forest.parent.shape[0]:
+        # The nodes themselves, in order already.
+        return VirtualNodes(iota(capacity.virtual_nodes), *units, forest.num_nodes)
+    num_short = num_short_pages(forest, units, num_new_tokens, page_size=spec.page_size)
+    return virtual_nodes(
+        units,
+        tiles,
+        copies_of(forest, units, tiles, num_short, policy=policy, cost=cost),
+        units_per_request=spec.units_per_request,
+        capacity=capacity.virtual_nodes,
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from codec_jax.planning.cost import CostModel, item_step_ticks
+from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.lower_bound import lower_bound_ticks, num_pieces
 from codec_jax.planning.pieces import Pieces
 from codec_jax.planning.plan import Items
@@ -31,12 +31,23 @@ class _Slices(NamedTuple):
     length: Int32[Array, " items"]
 
 
-def cut_into_slices(items: Items, *, spec: PlanSpec, cost: CostModel, capacity: int) -> Pieces:
+def cut_into_slices(
+    items: Items, step_ticks: StepTicks, *, spec: PlanSpec, cost: CostModel, capacity: int
+) -> Pieces:
     """The slices of all pairs, in line order, of the division with the smallest makespan."""
-    bound = lower_bound_ticks(items, spec=spec, cost=cost)
+    bound = lower_bound_ticks(items, step_ticks, spec=spec, cost=cost)
     makespans = bound + (bound // 20 + 1) * iota(NUM_CANDIDATES)
-    candidates = jax.vmap(lambda c: _slices(items, c, bound=bound, cost=cost))(makespans)
-    scheduled = jax.vmap(lambda slices: _makespan(items, slices, spec=spec, cost=cost))(candidates)
+    ticks = step_ticks.of_items(items)
+
+    def slices_for(makespan):
+        wanted = num_pieces(items, step_ticks, makespan, cost=cost)
+        most = ceil_div(cost.segment_ticks + ticks, jnp.maximum(bound, 1))
+        return _slices(items, jnp.minimum(wanted, most))
+
+    candidates = jax.vmap(slices_for)(makespans)
+    scheduled = jax.vmap(lambda slices: _makespan(items, slices, ticks, spec=spec, cost=cost))(
+        candidates
+    )
     best = jnp.argmin(scheduled)
     num, length = candidates.num[best], candidates.length[best]
 
@@ -81,37 +92,40 @@ def longest_first(ticks: Int32[Array, " pieces"], *, num_workers: int) -> Int32[
     return nobody.at[order].set(worker)
 
 
-def _slices(
-    items: Items, makespan: Int32[Array, ""], *, bound: Int32[Array, ""], cost: CostModel
-) -> _Slices:
-    """Slices that fit in a makespan, no more of a node than its cost over the lower bound."""
-    whole = cost.segment_ticks + items.num_steps * item_step_ticks(items, cost)
-    most = ceil_div(whole, jnp.maximum(bound, 1))
-    wanted = jnp.minimum(num_pieces(items, makespan, cost=cost), most)
+def _slices(items: Items, wanted: Int32[Array, " items"]) -> _Slices:
+    """About as many slices as wanted, all but the last of one length."""
     length = ceil_div(items.num_steps, jnp.maximum(wanted, 1))
     return _Slices(ceil_div(items.num_steps, jnp.maximum(length, 1)), length)
 
 
 def _makespan(
-    items: Items, slices: _Slices, *, spec: PlanSpec, cost: CostModel
+    items: Items,
+    slices: _Slices,
+    ticks: Int32[Array, " items"],
+    *,
+    spec: PlanSpec,
+    cost: CostModel,
 ) -> Int32[Array, ""]:
-    """The makespan of the slices, longest first: an item has slices of two lengths at most."""
-    step = item_step_ticks(items, cost)
+    """The makespan of the slices, longest first: an item has slices of two lengths at most.
+
+    Every step of an item is taken for its mean one.
+    """
+    step = ceil_div(ticks, jnp.maximum(items.num_steps, 1))
     last = items.num_steps - jnp.maximum(slices.num - 1, 0) * slices.length
     lengths = jnp.concatenate([slices.length, last]) * jnp.concatenate([step, step])
     counts = jnp.concatenate([jnp.maximum(slices.num - 1, 0), (slices.num > 0).astype(jnp.int32)])
-    ticks = jnp.where(counts > 0, cost.segment_ticks + lengths, 0)
+    per_slice = jnp.where(counts > 0, cost.segment_ticks + lengths, 0)
 
     def is_left(carry):
         return carry[0] > 0
 
     def give_out(carry):
         length, loads = carry
-        count = jnp.sum(jnp.where(ticks == length, counts, 0), dtype=jnp.int32)
+        count = jnp.sum(jnp.where(per_slice == length, counts, 0), dtype=jnp.int32)
         loads += _share_out(loads, length, count * spec.num_kv_heads) * length
-        return jnp.max(jnp.where(ticks < length, ticks, 0)), loads
+        return jnp.max(jnp.where(per_slice < length, per_slice, 0)), loads
 
-    start = (jnp.max(ticks), jnp.zeros(spec.num_workers, jnp.int32))
+    start = (jnp.max(per_slice), jnp.zeros(spec.num_workers, jnp.int32))
     return jnp.max(lax.while_loop(is_left, give_out, start)[1])
 
 

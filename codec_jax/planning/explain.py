@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from codec_jax.forest_arrays import ForestArrays
-from codec_jax.planning.cost import CostModel
+from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.estimate import estimate
 from codec_jax.planning.plan import Plan
 from codec_jax.planning.prediction import Prediction, predict
@@ -80,13 +80,13 @@ def node_reads(plan: Plan, forest: ForestArrays, *, cost: CostModel) -> NodeRead
     """How often and by what each node is read, and what its steps cost (NumPy)."""
     steps = jax.tree.map(np.asarray, plan.steps)
     size = steps.node.size + 1
-    walks, ticks = np.zeros((2, size), np.int64)
-    items = plan.items
-    step_ticks = np.where(items.num_tiles > 1, cost.wide_step_ticks, cost.step_ticks)
-    for weight, total in ((np.ones_like(step_ticks), walks), (step_ticks, ticks)):
-        weight = np.where(items.num_steps > 0, weight, 0)
-        np.add.at(total, items.step_lo, weight)
-        np.add.at(total, items.step_lo + items.num_steps, -weight)
+    starts, items = np.zeros((2, size), np.int64), plan.items
+    is_block = (items.num_tiles > 1).astype(int)
+    used_items = (items.num_steps > 0).astype(int)
+    np.add.at(starts, (is_block, items.step_lo), used_items)
+    np.add.at(starts, (is_block, items.step_lo + items.num_steps), -used_items)
+    narrow, wide = np.cumsum(starts, axis=1)[:, :-1]
+    ticks = narrow * np.diff(StepTicks.of(plan.steps, cost).before) + wide * cost.wide_step_ticks
     used = steps.row_hi > steps.row_lo
     is_wide = used & (steps.row_lo // TILE_ROWS != (steps.row_hi - 1) // TILE_ROWS)
 
@@ -100,9 +100,9 @@ def node_reads(plan: Plan, forest: ForestArrays, *, cost: CostModel) -> NodeRead
     return NodeReads(
         tokens=forest.kv_len,
         sharers=forest.request_hi - forest.request_lo,
-        times=per_node(np.cumsum(walks)[:-1]) // np.maximum(num_pages, 1),
+        times=per_node(narrow + wide) // np.maximum(num_pages, 1),
         in_blocks=per_node(is_wide.astype(np.int64)) > 0,
-        ticks=per_node(np.cumsum(ticks)[:-1]) * plan.num_kv_heads,
+        ticks=per_node(ticks) * plan.num_kv_heads,
     )
 
 

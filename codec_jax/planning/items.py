@@ -10,7 +10,7 @@ from codec_jax.planning.plan import Items, Steps
 from codec_jax.planning.scans import exclusive_sum, inclusive_sum, indptr, iota, owner_of
 from codec_jax.planning.spec import PlanSpec
 from codec_jax.planning.tiles import Tiles
-from codec_jax.planning.virtual_nodes import VirtualNodes
+from codec_jax.planning.virtual_nodes import VirtualNodes, is_short_page
 
 
 class Runs(NamedTuple):
@@ -51,9 +51,15 @@ def lay_runs(nodes: VirtualNodes, tiles: Tiles, *, spec: PlanSpec) -> Runs:
 
 
 def make_steps(
-    forest: ForestArrays, nodes: VirtualNodes, runs: Runs, *, page_size: int, capacity: int
+    forest: ForestArrays,
+    nodes: VirtualNodes,
+    runs: Runs,
+    reach: Int32[Array, " nodes"],
+    *,
+    page_size: int,
+    capacity: int,
 ) -> Steps:
-    """One step for each page of each virtual node; zeros in padding."""
+    """One step for each page of each virtual node, up to its reach; zeros in padding."""
     wide_ends = inclusive_sum(jnp.where(runs.wide, nodes.num_pages, 0))
     narrow_ends = inclusive_sum(jnp.where(runs.wide, 0, nodes.num_pages))
     step = iota(capacity)
@@ -66,6 +72,8 @@ def make_steps(
     owner = jnp.where(live, owner, 0)
     node = nodes.node[owner]
     page = step - runs.step_lo[owner]
+    end_row = forest.first_row[node] + reach[node] - page * page_size
+    is_short = ~runs.wide[owner] & is_short_page(end_row, page_size=page_size)
 
     def unless_padding(values):
         return jnp.where(live, values, 0)
@@ -76,6 +84,7 @@ def make_steps(
         row_lo=unless_padding(runs.row_lo[owner]),
         row_hi=unless_padding(runs.row_hi[owner]),
         node=unless_padding(node),
+        is_short=unless_padding(is_short.astype(jnp.int32)),
     )
 
 

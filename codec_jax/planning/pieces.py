@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from codec_jax.planning.cost import CostModel, item_step_ticks
+from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.plan import Items
 from codec_jax.planning.scans import exclusive_sum, inclusive_sum
 
@@ -30,15 +30,19 @@ class Pieces(NamedTuple):
 class Pairs(NamedTuple):
     """(item, KV head) pairs laid on one line of cost, each as one piece."""
 
+    num_tiles: Int32[Array, " pairs"]
+    step_lo: Int32[Array, " pairs"]
     num_steps: Int32[Array, " pairs"]
-    step_ticks: Int32[Array, " pairs"]
     line_end: Int32[Array, " pairs"]
     line_start: Int32[Array, " pairs"]
 
 
-def lay_on_line(items: Items, *, num_kv_heads: int, cost: CostModel) -> Pairs:
+def lay_on_line(
+    items: Items, step_ticks: StepTicks, *, num_kv_heads: int, cost: CostModel
+) -> Pairs:
     """The pairs of all items; an item of padding costs nothing."""
-    steps = jnp.repeat(items.num_steps, num_kv_heads)
-    step_ticks = jnp.repeat(item_step_ticks(items, cost), num_kv_heads)
-    ticks = jnp.where(steps > 0, cost.segment_ticks + steps * step_ticks, 0)
-    return Pairs(steps, step_ticks, inclusive_sum(ticks), exclusive_sum(ticks))
+    ticks = cost.segment_ticks + step_ticks.of_items(items)
+    ticks = jnp.repeat(jnp.where(items.num_steps > 0, ticks, 0), num_kv_heads)
+    columns = items.num_tiles, items.step_lo, items.num_steps
+    columns = (jnp.repeat(column, num_kv_heads) for column in columns)
+    return Pairs(*columns, inclusive_sum(ticks), exclusive_sum(ticks))

@@ -22,6 +22,8 @@ class Steps:
         starts inside the page.
       row_lo, row_hi: packed query rows, over all tiles, that this page is for.
       node: node whose live length bounds the page's live columns.
+      is_short: 1 for a page for one tile, of at least 64 tokens, that no live token will reach
+        past its first `SHORT_TOKENS` while the plan is used; else 0. It is only priced by it.
     """
 
     page_entry: Int32[Array, " steps"]
@@ -29,6 +31,7 @@ class Steps:
     row_lo: Int32[Array, " steps"]
     row_hi: Int32[Array, " steps"]
     node: Int32[Array, " steps"]
+    is_short: Int32[Array, " steps"]
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from codec_jax.planning.cost import CostModel, item_step_ticks
+from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.lower_bound import lower_bound_ticks
 from codec_jax.planning.plan import Plan
 from codec_jax.planning.scans import iota, owner_of
@@ -43,9 +43,10 @@ def predict(plan: Plan, *, spec: PlanSpec, cost: CostModel) -> Prediction:
         own, see `profiles.CostProfile`.
     """
     segments, num_workers = plan.segments, plan.worker_indptr.shape[0] - 1
-    steps = segments.num_steps * item_step_ticks(segments, cost)
+    step_ticks = StepTicks.of(plan.steps, cost)
+    steps = step_ticks.sum(segments.num_tiles, segments.step_lo, segments.num_steps)
     ticks = jnp.where(segments.num_steps > 0, cost.segment_ticks + steps, 0)
     worker = owner_of(iota(ticks.shape[0]), plan.worker_indptr[1:])
     by_worker = jnp.zeros(num_workers, jnp.int32).at[worker].add(ticks, mode="drop")
-    bound = lower_bound_ticks(plan.items, spec=spec, cost=cost)
+    bound = lower_bound_ticks(plan.items, step_ticks, spec=spec, cost=cost)
     return Prediction(ticks, by_worker, jnp.max(by_worker), bound)

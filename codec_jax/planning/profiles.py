@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "profiles"
 
 TICKS_PER_US = 64
 """Ticks are integers; a step of 64 tokens takes about one microsecond."""
-WORKER_COSTS = ("segment_us", "step_us", "wide_step_us", "masked_us", "partial_us")
+WORKER_COSTS = ("segment_us", "step_us", "wide_step_us", "masked_us", "partial_us", "short_us")
 """What adds up on each worker; the rest is the work of all workers together."""
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -40,6 +40,8 @@ class CostProfile:
       cache_bytes: of pages that the last-level cache holds.
       masked_us: what a page costs more, for each tile, whose rows do not fill the tile.
       partial_us: the same of a page whose tokens are not all live.
+      short_us: a page for one tile with few live tokens, see `Steps.is_short`, all included; where
+        none was measured, 0: it is priced as any other then.
       tile_us: what a tile of a KV head costs that the merge writes, all workers together.
     """
 
@@ -57,6 +59,7 @@ class CostProfile:
     cache_bytes: float
     masked_us: float = 0.0
     partial_us: float = 0.0
+    short_us: float = 0.0
     tile_us: float = 0.0
 
     def __post_init__(self) -> None:
@@ -67,6 +70,17 @@ class CostProfile:
     def page_bytes(self) -> int:
         """Keys and values of a page, of one KV head."""
         return 2 * self.page_size * self.head_dim * ITEMSIZE[self.dtype]
+
+    def _short_step_ticks(self) -> int:
+        """0 where none was measured; no more than any other step costs."""
+        most = max(1, round((self.step_us + self.masked_us) * TICKS_PER_US))
+        return min(max(1, round(self.short_us * TICKS_PER_US)), most) if self.short_us else 0
+
+    @property
+    def worker_costs(self) -> tuple[float, ...]:
+        """Microseconds of each of `WORKER_COSTS`."""
+        *costs, short_us = (getattr(self, name) for name in WORKER_COSTS)
+        return *costs, short_us or self.step_us + self.masked_us
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Self:
@@ -95,6 +109,7 @@ class CostProfile:
             segment_ticks=ticks(self.segment_us, least=1),
             # Merging is the work of all workers together.
             slot_ticks=ticks(self.slot_us * self.num_workers, least=0),
+            short_step_ticks=self._short_step_ticks(),
         )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from codec_jax.planning.cost import CostModel
+from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.pieces import Pairs, Pieces, lay_on_line
 from codec_jax.planning.plan import Items
 from codec_jax.planning.scans import exclusive_sum, inclusive_sum, iota, owner_of
@@ -32,37 +32,58 @@ class Cuts(NamedTuple):
 
 
 def cut_into_ranges(
-    items: Items, *, spec: PlanSpec, cost: CostModel, may_divide: bool, capacity: int
+    items: Items,
+    step_ticks: StepTicks,
+    *,
+    spec: PlanSpec,
+    cost: CostModel,
+    may_divide: bool,
+    capacity: int,
 ) -> tuple[Pieces, Int32[Array, " workers+1"]]:
     """Pieces in line order, which is also worker by worker, and each worker's range of them.
 
     Args:
       items: what there is to do.
+      step_ticks: of the steps that they name.
       spec: KV heads and workers.
       cost: ticks of steps and segments.
       may_divide: whether a cut may fall inside a pair; if not, it moves to the nearest border.
       capacity: pieces that there is room for.
     """
-    pairs = lay_on_line(items, num_kv_heads=spec.num_kv_heads, cost=cost)
-    cuts = _place_cuts(pairs, num_workers=spec.num_workers, cost=cost, may_divide=may_divide)
+    pairs = lay_on_line(items, step_ticks, num_kv_heads=spec.num_kv_heads, cost=cost)
+    target = _targets(pairs.line_end[-1], num_workers=spec.num_workers)
+    cuts = _place_cuts(pairs, step_ticks, target, cost=cost, may_divide=may_divide)
     return _cut(pairs, cuts, capacity=capacity)
 
 
-def _place_cuts(pairs: Pairs, *, num_workers: int, cost: CostModel, may_divide: bool) -> Cuts:
-    total = pairs.line_end[-1]
+def _targets(total: Int32[Array, ""], *, num_workers: int) -> Int32[Array, " cuts"]:
+    """Where the line would be cut if its ticks could be."""
     ordinal = iota(num_workers - 1) + 1
     # Whole and remainder apart: ordinal * total would overflow int32.
-    target = ordinal * (total // num_workers) + ordinal * (total % num_workers) // num_workers
+    return ordinal * (total // num_workers) + ordinal * (total % num_workers) // num_workers
+
+
+def _place_cuts(
+    pairs: Pairs,
+    step_ticks: StepTicks,
+    target: Int32[Array, " cuts"],
+    *,
+    cost: CostModel,
+    may_divide: bool,
+) -> Cuts:
     pair = jnp.minimum(owner_of(target, pairs.line_end), pairs.line_end.shape[0] - 1)
-    steps, ticks = pairs.num_steps[pair], jnp.maximum(pairs.step_ticks[pair], 1)
+    steps, first = pairs.num_steps[pair], pairs.step_lo[pair]
     offset = target - pairs.line_start[pair] - cost.segment_ticks
-    step = jnp.clip((offset + ticks // 2) // ticks, 0, steps)
+    wide = step_ticks.wide
+    nearest_narrow = step_ticks.nearest(step_ticks.until(first) + offset) - first
+    nearest_wide = (offset + wide // 2) // wide
+    step = jnp.clip(jnp.where(pairs.num_tiles[pair] > 1, nearest_wide, nearest_narrow), 0, steps)
     nearest = jnp.where(2 * step >= steps, steps, 0)
     step = step if may_divide else nearest
     inside = (step > 0) & (step < steps)
     same = (pair[1:] == pair[:-1]) & (step[1:] == step[:-1])
-    first = jnp.concatenate([jnp.ones(min(num_workers - 1, 1), bool), ~same])
-    return Cuts(pair, step, inside, inside & first)
+    is_first = jnp.concatenate([jnp.ones(min(target.shape[0], 1), bool), ~same])
+    return Cuts(pair, step, inside, inside & is_first)
 
 
 def _cut(pairs: Pairs, cuts: Cuts, *, capacity: int) -> tuple[Pieces, Int32[Array, " workers+1"]]:

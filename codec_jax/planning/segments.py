@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from codec_jax.planning.codec_division import cut_into_slices, longest_first
-from codec_jax.planning.cost import CostModel, item_step_ticks
+from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.pieces import Pieces
 from codec_jax.planning.plan import Items, Segments
 from codec_jax.planning.policies import Policy
@@ -31,17 +31,30 @@ class Division(NamedTuple):
 
 
 def divide(
-    items: Items, *, spec: PlanSpec, policy: Policy, cost: CostModel, capacity: int
+    items: Items,
+    step_ticks: StepTicks,
+    *,
+    spec: PlanSpec,
+    policy: Policy,
+    cost: CostModel,
+    capacity: int,
 ) -> Division:
     """Segments worker by worker, and each worker's range of them."""
     if policy.division != "longest_first":
         pieces, worker_indptr = cut_into_ranges(
-            items, spec=spec, cost=cost, may_divide=policy.division == "ranges", capacity=capacity
+            items,
+            step_ticks,
+            spec=spec,
+            cost=cost,
+            may_divide=policy.division == "ranges",
+            capacity=capacity,
         )
         return _assemble(items, pieces, worker_indptr, num_kv_heads=spec.num_kv_heads)
-    pieces = cut_into_slices(items, spec=spec, cost=cost, capacity=capacity)
+    pieces = cut_into_slices(items, step_ticks, spec=spec, cost=cost, capacity=capacity)
     item = pieces.pair // spec.num_kv_heads
-    ticks = cost.segment_ticks + (pieces.end - pieces.begin) * item_step_ticks(items, cost)[item]
+    ticks = cost.segment_ticks + step_ticks.sum(
+        items.num_tiles[item], items.step_lo[item] + pieces.begin, pieces.end - pieces.begin
+    )
     ticks = jnp.where(iota(capacity) < pieces.total, ticks, 0)
     worker = longest_first(ticks, num_workers=spec.num_workers)
     counts = jnp.zeros(spec.num_workers, jnp.int32).at[worker].add(1, mode="drop")

@@ -12,6 +12,8 @@ from codec_jax.planning.policies import MAX_STREAM_PAGES, Policy
 
 TILE_ROWS = 64
 """Rows of one tile: the smallest M of a Hopper matrix product (wgmma)."""
+SHORT_TOKENS = 32
+"""Two pages of a tile's stream with no live token from here on are one step of the GPU kernels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from codec_jax.forest_arrays import ForestArrays
 from codec_jax.planning.cost import CostModel
 from codec_jax.planning.policies import MAX_STREAM_PAGES, Policy
 from codec_jax.planning.scans import inclusive_sum, iota, owner_of
-from codec_jax.planning.spec import PlanSpec
+from codec_jax.planning.spec import SHORT_TOKENS, PlanSpec
 from codec_jax.planning.tiles import Tiles
 
 
@@ -60,11 +60,16 @@ class VirtualNodes(NamedTuple):
     total: Int32[Array, ""]
 
 
+def reach_of(forest: ForestArrays, num_new_tokens: Int32[Array, ""]) -> Int32[Array, " nodes"]:
+    """Tokens that each node can have within `num_new_tokens` more."""
+    return jnp.minimum(forest.kv_len + num_new_tokens, forest.max_kv_len)
+
+
 def node_units(
     forest: ForestArrays, num_new_tokens: Int32[Array, ""], *, spec: PlanSpec
 ) -> NodeUnits:
     """Each node's units, and the pages that it can reach within `num_new_tokens` more tokens."""
-    reach = jnp.minimum(forest.kv_len + num_new_tokens, forest.max_kv_len)
+    reach = reach_of(forest, num_new_tokens)
     pages = (forest.first_row + reach + spec.page_size - 1) // spec.page_size
     live = (reach > 0) & (forest.request_hi > forest.request_lo)
     return NodeUnits(
@@ -74,8 +79,29 @@ def node_units(
     )
 
 
+def is_short_page(end_row: Int32[Array, " pages"], *, page_size: int) -> Bool[Array, " pages"]:
+    """Whether two pages whose last live rows are before these share a step of the GPU kernels."""
+    return (end_row <= SHORT_TOKENS) & (page_size >= 2 * SHORT_TOKENS)
+
+
+def num_short_pages(
+    forest: ForestArrays, nodes: NodeUnits, num_new_tokens: Int32[Array, ""], *, page_size: int
+) -> Int32[Array, " nodes"]:
+    """How many pages of each node, the last one or none, are short ones in a stream."""
+    end_row = forest.first_row + reach_of(forest, num_new_tokens)
+    in_last = end_row - (nodes.num_pages - 1) * page_size
+    is_short = is_short_page(in_last, page_size=page_size)
+    return ((nodes.num_pages > 0) & is_short).astype(jnp.int32)
+
+
 def copies_of(
-    forest: ForestArrays, nodes: NodeUnits, tiles: Tiles, *, policy: Policy, cost: CostModel
+    forest: ForestArrays,
+    nodes: NodeUnits,
+    tiles: Tiles,
+    num_short: Int32[Array, " nodes"],
+    *,
+    policy: Policy,
+    cost: CostModel,
 ) -> Copies:
     """How often the policy reads each node."""
     sharers = forest.request_hi - forest.request_lo
@@ -84,7 +110,7 @@ def copies_of(
     if not policy.streams_short:
         return Copies(jnp.zeros_like(by_request), by_request, count)
     touched = _touched_tiles(nodes, tiles)[1]
-    by_tile = ~by_request & _is_cheaper_by_tile(nodes, touched, cost=cost)
+    by_tile = ~by_request & _is_cheaper_by_tile(nodes, touched, num_short, cost=cost)
     return Copies(by_tile, by_request, jnp.where(by_tile, touched, count))
 
 
@@ -127,7 +153,11 @@ def _touched_tiles(
 
 
 def _is_cheaper_by_tile(
-    nodes: NodeUnits, touched: Int32[Array, " nodes"], *, cost: CostModel
+    nodes: NodeUnits,
+    touched: Int32[Array, " nodes"],
+    num_short: Int32[Array, " nodes"],
+    *,
+    cost: CostModel,
 ) -> Bool[Array, " nodes"]:
     """Whether a wide node costs less in the streams of its tiles than as blocks of two tiles.
 
@@ -137,10 +167,11 @@ def _is_cheaper_by_tile(
     """
     pages, pairs, single = nodes.num_pages, touched // 2, touched % 2
     # What is too long is not repeated; it is cut here so that nothing overflows.
-    short = jnp.minimum(pages, MAX_STREAM_PAGES)
-    per_pair = cost.segment_ticks + 2 * cost.slot_ticks + short * cost.wide_step_ticks
-    per_single = cost.segment_ticks + cost.slot_ticks + short * cost.step_ticks
+    few = jnp.minimum(pages, MAX_STREAM_PAGES)
+    saved = num_short * (cost.step_ticks - (cost.short_step_ticks or cost.step_ticks))
+    per_pair = cost.segment_ticks + 2 * cost.slot_ticks + few * cost.wide_step_ticks
+    per_single = cost.segment_ticks + cost.slot_ticks + few * cost.step_ticks
     in_blocks = pairs * per_pair + single * per_single
-    in_streams = touched * short * cost.step_ticks
+    in_streams = touched * (few * cost.step_ticks - saved)
     is_candidate = (touched > 1) & (pages > 0) & (pages <= MAX_STREAM_PAGES)
     return is_candidate & (in_streams <= in_blocks)

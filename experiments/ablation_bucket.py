@@ -11,11 +11,10 @@ import numpy as np
 from codec_jax import ForestArrays, ForestCapacity, Plan, PlanSpec, build_plan
 from codec_jax.planning.build import plan_forest
 from codec_jax.planning.cost import CostModel
-from codec_jax.planning.device import device_slug
 from codec_jax.planning.estimate import estimate
 from codec_jax.planning.policies import policy_named
 from codec_jax.planning.prediction import predict
-from codec_jax.planning.profiles import CostProfile, cost_for, find_profile
+from codec_jax.planning.profiles import CostProfile, cost_for
 from codec_jax.planning.spec import PlanCapacity
 from codec_jax.planning.spec import Workload as PlanWork
 from experiments.attention_step import (
@@ -30,6 +29,7 @@ from experiments.attention_step import (
     implementation_of,
     make_inputs,
     make_pool,
+    profile_of,
     reference_of,
     spec_of,
     timed_rows,
@@ -88,12 +88,7 @@ def make_bucket(
     jobs = [(name, policy) for name in forests for policy in policies]
     steps = {job: _num_steps(forests[job[0]], spec, job[1]) for job in jobs}
     fitting = tuple(job for job in jobs if steps[job] <= MAX_STEPS)
-    profile = find_profile(
-        device_slug(),
-        dtype=config.dtype,
-        head_dim=_pool_shape(first, config, num_pages=1)[3],
-        page_size=config.page_size,
-    )
+    profile = profile_of(first, config)
     return Bucket(
         workloads=tuple(workloads),
         forests=forests,
@@ -230,8 +225,3 @@ def _left_out(bucket: Bucket, config: MeasureConfig) -> Iterator[dict[str, Any]]
 def _num_steps(forest: ForestArrays, spec: PlanSpec, policy: str) -> int:
     work = PlanWork.of_forest(forest, spec, policy=policy_named(policy), num_new_tokens=0)
     return int(work.steps.sum())
-
-
-def _pool_shape(case: AnyWorkload, config: MeasureConfig, *, num_pages: int) -> tuple[int, ...]:
-    pool = jax.eval_shape(lambda: make_pool(case, config, num_pages=num_pages))
-    return pool.k_pages.shape

@@ -24,6 +24,8 @@ from codec_jax.attention import (
     stored_head_dim,
 )
 from codec_jax.attention_rows import pack_rows, unpack_rows
+from codec_jax.planning.device import device_slug
+from codec_jax.planning.profiles import CostProfile, find_profile
 from experiments.dense_check import DenseReference, dense_reference, largest_errors
 from experiments.provenance import implementation_in, provenance
 from experiments.timing import Timing, time_each
@@ -133,6 +135,18 @@ def make_pool(workload: AnyWorkload, config: MeasureConfig, *, num_pages: int) -
     dtype = jnp.dtype(config.dtype)
     k, v = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in range(2))
     return KVPool(jnp.pad(k, padding), jnp.pad(v, padding))
+
+
+def profile_of(workload: AnyWorkload, config: MeasureConfig) -> CostProfile | None:
+    """What was measured of such keys and values on this device, if it was: plans' costs."""
+    return find_profile(
+        device_slug(),
+        dtype=jnp.dtype(config.dtype).name,
+        head_dim=stored_head_dim(
+            workload.head_dim, implementation=implementation_of(workload, config)
+        ),
+        page_size=config.page_size,
+    )
 
 
 def make_inputs(

@@ -21,6 +21,7 @@ from absl import flags
 
 from codec_jax import ForestArrays, Plan, build_plan
 from codec_jax.planning.policies import policy_named
+from codec_jax.planning.profiles import cost_for
 from experiments.attention_step import (
     Measurable,
     MeasureConfig,
@@ -29,6 +30,7 @@ from experiments.attention_step import (
     describe,
     make_inputs,
     make_pool,
+    profile_of,
     spec_of,
     timed_rows,
 )
@@ -145,8 +147,11 @@ class _Ready(NamedTuple):
 
 
 def _plan(job: Job, forest: ForestArrays) -> Plan:
-    spec = spec_of(job.workload, page_size=job.config.page_size)
-    return build_plan(forest, spec, policy=job.policy)
+    workload, policy, config = job
+    spec = spec_of(workload, page_size=config.page_size)
+    # The costs that the decode loop plans with.
+    cost = cost_for(spec, profile_of(workload, config))
+    return build_plan(forest, spec, policy=policy, cost=cost)
 
 
 def _prepare(job: Job) -> _Ready:

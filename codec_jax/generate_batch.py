@@ -19,7 +19,7 @@ from codec_jax.models import LoadedModel
 from codec_jax.models.memory import available_bytes
 from codec_jax.planning.cost import CostModel
 from codec_jax.planning.device import device_slug
-from codec_jax.planning.policies import policy_named
+from codec_jax.planning.policies import DEFAULT_POLICY, policy_named
 from codec_jax.planning.profiles import cost_for, find_profile
 from codec_jax.planning.spec import PlanCapacity, PlanSpec
 
@@ -43,7 +43,7 @@ class Options:
     """
 
     page_size: int = 64
-    policy: str = "balanced"
+    policy: str = DEFAULT_POLICY
     implementation: str | None = None
     steps_per_visit: int = 16
     prefill_chunk: int = 128

@@ -9,6 +9,7 @@ from codec_jax import Options, Sampling
 from codec_jax.attention import IMPLEMENTATIONS
 from codec_jax.models.config import DTypeName
 from codec_jax.models.registry import model_names
+from codec_jax.planning.policies import DEFAULT_POLICY
 
 _STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
@@ -53,7 +54,7 @@ class ComparisonConfig:
     temperature: float = 0.8
     seed: int = 0
     page_size: int = 64
-    policy: str = "balanced"
+    policy: str = DEFAULT_POLICY
     smoke: bool = False
     commit: str | None = None
     output: str | None = None

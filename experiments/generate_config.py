@@ -4,6 +4,7 @@ import dataclasses
 
 from codec_jax import Options, Sampling
 from codec_jax.models.config import DTypeName
+from codec_jax.planning.policies import DEFAULT_POLICY
 
 _BEGINNING = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
@@ -45,7 +46,7 @@ class GenerateConfig:
     top_p: float = 1.0
     seed: int = 0
     page_size: int = 64
-    policy: str = "balanced"
+    policy: str = DEFAULT_POLICY
     implementation: str | None = None
     dtype: DTypeName | None = None
     output: str | None = None

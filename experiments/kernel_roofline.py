@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from codec_jax import ForestArrays, Plan, build_plan
-from codec_jax.planning.policies import policy_named
+from codec_jax.planning.policies import DEFAULT_POLICY, policy_named
 from codec_jax.planning.profiles import cost_for
 from experiments.attention_step import (
     Measurable,
@@ -57,7 +57,7 @@ class RooflineConfig(MeasureConfig):
     """
 
     cases: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ("balanced",)
+    policies: tuple[str, ...] = (DEFAULT_POLICY,)
     heads: str | None = None
     head_dim: int | None = None
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from codec_jax.planning.policies import policy_named
+from codec_jax.planning.policies import DEFAULT_POLICY, policy_named
 from experiments.attention_step import MeasureConfig
 from experiments.cli import run_experiment, set_up_process
 from experiments.kernel_roofline import SMOKE, Job, measure_jobs
@@ -57,7 +57,7 @@ class ShapesConfig(MeasureConfig):
       policy: what to share, see `planning.policies.POLICIES`.
     """
 
-    policy: str = "balanced"
+    policy: str = DEFAULT_POLICY
 
     def __post_init__(self) -> None:
         super().__post_init__()

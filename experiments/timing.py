@@ -3,7 +3,8 @@
 JAX's profiler (CUPTI) gives every kernel with its start and end on the device. A span runs from the
 start of the first to the end of the last kernel of a call, gaps between its launches included. The
 L2 cache is emptied by READING a large buffer: writing would leave dirty lines, whose write-back is
-then charged to the call.
+then charged to the call. The host launches the call while the device still reads, so that its
+kernels wait in line: else a short call's time would be the host's, which launches them.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ import numpy as np
 L2_BYTES = 256 * 2**20
 """More than twice any GPU's L2 cache."""
 _MARK = "empty_l2"
+_NUM_READS = 4
+"""Of the buffer before each call: some 250 us on an H200, several times what a launch takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +67,8 @@ def time_each(calls: Sequence[Callable[[], object]], *, num_runs: int = 20) -> l
         with jax.profiler.trace(folder):
             for call in calls:
                 for _ in range(num_runs):
-                    jax.block_until_ready(empty_l2(buffer))
+                    for _ in range(_NUM_READS):
+                        empty_l2(buffer)
                     jax.block_until_ready(call())
         kernels = _read_kernels(Path(folder))
     found = _split_calls(kernels)

@@ -12,7 +12,7 @@ from codec_jax.forest_arrays import ForestArrays, check_page_size
 from codec_jax.planning.cost import CostModel, StepTicks
 from codec_jax.planning.items import items_of_tiles, lay_runs, make_items, make_steps
 from codec_jax.planning.plan import Plan, PlanCounts
-from codec_jax.planning.policies import Policy, policy_named
+from codec_jax.planning.policies import DEFAULT_POLICY, Policy, policy_named
 from codec_jax.planning.scans import iota
 from codec_jax.planning.segments import divide
 from codec_jax.planning.spec import TILE_ROWS, PlanCapacity, PlanSpec, Workload
@@ -36,7 +36,7 @@ def build_plan(
     forest: ForestArrays,
     spec: PlanSpec,
     *,
-    policy: str = "balanced",
+    policy: str = DEFAULT_POLICY,
     num_new_tokens: int = 0,
     capacity: PlanCapacity | None = None,
     cost: CostModel | None = None,

@@ -110,6 +110,10 @@ POLICIES = {
 }
 
 
+DEFAULT_POLICY = "auto"
+"""Never behind the better of the others by more than noise: see `experiments.planner_ablation`."""
+
+
 def policy_named(name: str) -> Policy:
     """The policy of that name.
 

@@ -70,7 +70,7 @@ def test_run_gives_a_row_for_each_sample(rows):
             "stats",
         ]
         assert row["prompt"] == PROMPTS[row["prompt_index"]]
-        assert row["seed"] == 0 and row["stats"]["policy"] == "balanced"
+        assert row["seed"] == 0 and row["stats"]["policy"] == "auto"
         assert len(row["token_ids"]) == 20 or row["finish_reason"] == "stop"
     assert json.loads(json.dumps(rows)) == rows
 

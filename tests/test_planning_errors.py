@@ -31,7 +31,7 @@ def test_overflow_of_several_sizes_names_each_with_need_and_room(batch):
     needed = jax.device_get(SMALL.plan(batch.arrays).counts)
     capacity = dataclasses.replace(SMALL.capacity, steps=9, segments=5, slots=3)
     with pytest.raises(PlanOverflowError) as error:
-        build_plan(batch.arrays, SMALL.spec, capacity=capacity)
+        build_plan(batch.arrays, SMALL.spec, policy=SMALL.policy, capacity=capacity)
     assert str(error.value) == (
         f"`capacity` is too small for this forest: steps {needed.steps} > 9,"
         f" segments {needed.segments} > 5, slots {needed.slots} > 3."
@@ -69,7 +69,7 @@ def test_a_planner_without_room_for_items_counts_them_all(batch):
     need = int(SMALL.plan(batch.arrays).counts.items)
     capacity = dataclasses.replace(SMALL.capacity, items=need - 1)
     with pytest.raises(PlanOverflowError, match=rf"forest: items {need} > {need - 1}[.,]"):
-        build_plan(batch.arrays, SMALL.spec, capacity=capacity)
+        build_plan(batch.arrays, SMALL.spec, policy=SMALL.policy, capacity=capacity)
 
 
 def test_sizes_named_by_an_overflow_of_tiles_suffice():

@@ -1,7 +1,7 @@
 """What the rows of `experiments.planner_ablation` come to."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from experiments.ablation_cases import is_paper_point
@@ -40,12 +40,19 @@ def speed_ups(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def mean_speed_ups(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Of each policy, the geometric mean over CoDec's points in the rows, and how many they are."""
+def mean_speed_ups(
+    rows: Sequence[dict[str, Any]], *, is_counted: Callable[[str], bool] = is_paper_point
+) -> dict[str, tuple[float, int]]:
+    """Of each policy, the geometric mean over some cases in the rows, and how many they are.
+
+    Args:
+      rows: of `experiments.planner_ablation`.
+      is_counted: which cases, by name; by default CoDec's 25 points.
+    """
     found: dict[str, list[float]] = {}
     for case, by_policy in speed_ups(rows).items():
         for policy, factor in by_policy.items():
-            if is_paper_point(case):
+            if is_counted(case):
                 found.setdefault(policy, []).append(math.log(factor))
     return {policy: (math.exp(sum(logs) / len(logs)), len(logs)) for policy, logs in found.items()}
 

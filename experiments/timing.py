@@ -3,13 +3,10 @@
 JAX's profiler (CUPTI) gives every kernel with its start and end on the device. A span runs from the
 start of the first to the end of the last kernel of a call, gaps between its launches included. The
 L2 cache is emptied by READING a large buffer: writing would leave dirty lines, whose write-back is
-then charged to the call. The host launches the call while the device still reads, so that its
-kernels wait in line: else a short call's time would be the host's, which launches them. Where the
-record shows that a call came too late for that, all are timed again behind more readings.
+then charged to the call.
 """
 
 import dataclasses
-import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,12 +18,6 @@ import numpy as np
 L2_BYTES = 256 * 2**20
 """More than twice any GPU's L2 cache."""
 _MARK = "empty_l2"
-_NUM_READS = 8, 32, 128
-"""Readings before each call: the first takes 0.5 ms on an H200, a launch 0.1 ms on an idle host."""
-_IN_LINE_US = 20.0
-"""A kernel that waited in line starts 3 us after what it waited for."""
-_MAX_LATE = 0.1
-"""Share of calls that may come late: with more, the 90th percentile would be theirs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,34 +60,27 @@ def time_each(calls: Sequence[Callable[[], object]], *, num_runs: int = 20) -> l
     buffer = jax.block_until_ready(jnp.ones(L2_BYTES // 4, jnp.float32))
     for call in (*calls, lambda: empty_l2(buffer)):
         jax.block_until_ready(call())
-    for num_reads in _NUM_READS:
-        kernels = _record(calls, buffer, num_runs=num_runs, num_reads=num_reads)
-        found = _split_calls(kernels)
-        if len(found) != num_runs * len(calls) or not all(found):
-            counts = [len(call) for call in found]
-            raise RuntimeError(
-                f"the profiler must record {num_runs * len(calls)} calls; it has kernels {counts}."
-            )
-        if _share_late(kernels, found) <= _MAX_LATE:
-            return [_summarise(found[i : i + num_runs]) for i in range(0, len(found), num_runs)]
-    raise RuntimeError(
-        f"calls must be launched within {_NUM_READS[-1]} readings of {L2_BYTES} bytes; more than"
-        f" {_MAX_LATE:.0%} were not: the host is too slow, or too busy, to time them."
-    )
-
-
-def _record(
-    calls: Sequence[Callable[[], object]], buffer, *, num_runs: int, num_reads: int
-) -> list["_Kernel"]:
-    """The kernels of all runs, each behind readings of the buffer."""
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=_only_the_device()):
             for call in calls:
                 for _ in range(num_runs):
-                    for _ in range(num_reads):
-                        empty_l2(buffer)
+                    jax.block_until_ready(empty_l2(buffer))
                     jax.block_until_ready(call())
-        return _read_kernels(Path(folder))
+        kernels = _read_kernels(Path(folder))
+    found = _split_calls(kernels)
+    if len(found) != num_runs * len(calls) or not all(found):
+        counts = [len(call) for call in found]
+        raise RuntimeError(
+            f"the profiler must record {num_runs * len(calls)} calls; it has kernels {counts}."
+        )
+    return [_summarise(found[i : i + num_runs]) for i in range(0, len(found), num_runs)]
+
+
+def _only_the_device() -> jax.profiler.ProfileOptions:
+    """No record of the host's work, which would slow it down."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0
+    return options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,13 +120,6 @@ def _split_calls(kernels: list[_Kernel]) -> list[list[_Kernel]]:
             calls[-1].append(kernel)
         was_mark = is_mark
     return calls
-
-
-def _share_late(kernels: list[_Kernel], calls: list[list[_Kernel]]) -> float:
-    """Share of the calls whose first kernel did not wait in line behind the readings."""
-    before = {id(after): kernel for kernel, after in itertools.pairwise(kernels)}
-    waits = [(call[0].start_ns - before[id(call[0])].end_ns) / 1000 for call in calls]
-    return sum(us > _IN_LINE_US for us in waits) / len(waits)
 
 
 def _summarise(calls: list[list[_Kernel]]) -> Timing:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.timing import _Kernel, _share_late, _split_calls, _summarise, time_each
+from experiments.timing import _Kernel, _split_calls, _summarise, time_each
 
 
 def record(*spans):
@@ -33,18 +33,6 @@ def test_a_call_is_what_lies_between_readings_of_the_buffer():
     assert last == []
     # What ran before the first reading belongs to no call.
     assert _split_calls(kernels) == [first, second, last]
-
-
-def test_a_call_is_late_if_the_device_waited_for_the_host():
-    mark = "jit_empty_l2"
-    kernels = record(
-        (mark, 0, 60_000),
-        ("jit_call", 63_000, 70_000),
-        (mark, 80_000, 140_000),
-        ("jit_call", 165_000, 170_000),
-        ("jit_call", 171_000, 180_000),
-    )
-    assert _share_late(kernels, _split_calls(kernels)) == 0.5
 
 
 def test_a_span_is_from_the_first_start_to_the_last_end():

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from codec_jax import draw_forest
-from codec_jax.planning.policies import POLICIES
+from codec_jax.planning.policies import DEFAULT_POLICY, POLICIES
+from experiments.ablation_cases import is_paper_point
+from experiments.ablation_summary import mean_speed_ups
 from experiments.generate_config import GenerateConfig
 from experiments.generate_job import prepare
+from experiments.json_lines import read_json_lines
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "experiments" / "results" / "nvidia-h200"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
@@ -38,8 +42,7 @@ def test_the_picture_is_what_the_demo_draws():
 
 
 def test_the_gpu_table_is_the_committed_rows():
-    file = REPOSITORY / "experiments" / "results" / "nvidia-h200" / "kernel_roofline.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = read_json_lines(RESULTS / "kernel_roofline.jsonl")
     lines = []
     for row in rows:
         numbers = f"{row['time_us']:.1f} | {row['floor_us']:.1f} | {row['floor_share']:.0%}"
@@ -51,15 +54,32 @@ def test_the_gpu_table_is_the_committed_rows():
 
 
 def test_the_gpu_tests_are_the_committed_ones():
-    file = REPOSITORY / "experiments" / "results" / "nvidia-h200" / "gpu_tests.json"
-    result = json.loads(file.read_text(encoding="utf-8"))
+    result = json.loads((RESULTS / "gpu_tests.json").read_text(encoding="utf-8"))
     assert f"({result['passed']} tests, all passed:" in README
     assert (result["failed"], result["skipped"]) == (0, 0)
 
 
+def test_the_table_of_policies_is_the_committed_rows():
+    rows = read_json_lines(RESULTS / "planner_ablation.jsonl")
+    groups = (
+        (is_paper_point, 25),
+        (lambda case: case.startswith("codec-vary-batch-120k"), 5),
+        (lambda case: case.startswith("fasttree"), 45),
+        (lambda case: case.startswith("random"), 6),
+    )
+    means = [mean_speed_ups(rows, is_counted=is_counted) for is_counted, _ in groups]
+    expected = []
+    for policy in POLICIES.keys() - {"flash_decoding"}:
+        assert [mean[policy][1] for mean in means] == [count for _, count in groups]
+        factors = " | ".join(f"{mean[policy][0]:.2f}x" for mean in means)
+        expected.append(f"| `{policy}` | {factors} |")
+    assert sorted(re.findall(r"^\| .*x \|$", README, flags=re.MULTILINE)) == sorted(expected)
+
+
 def test_every_policy_has_its_row():
-    rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", README, flags=re.MULTILINE)
-    assert set(POLICIES) <= set(rows)
+    rows = re.findall(r"^\| `(\w+)`( \(default\))? \| \D", README, flags=re.MULTILINE)
+    assert set(POLICIES) <= {name for name, _ in rows}
+    assert [name for name, mark in rows if mark and name in POLICIES] == [DEFAULT_POLICY]
 
 
 def test_every_experiment_has_its_row():

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from codec_jax.planning.policies import POLICIES
+from codec_jax.planning.policies import DEFAULT_POLICY, POLICIES
+from experiments.ablation_cases import cases_of
 from experiments.append_time import BATCHES
 from experiments.json_lines import read_json_lines
 from experiments.kernel_roofline import SPEED_TABLE
+from experiments.kernel_shapes import ShapesConfig, make_jobs
 
 RESULTS = Path(__file__).resolve().parent.parent / "experiments" / "results" / "nvidia-h200"
 GPU_TESTS = json.loads((RESULTS / "gpu_tests.json").read_text(encoding="utf-8"))
@@ -20,7 +22,7 @@ def test_the_contract_passed_whole():
     assert (GPU_TESTS["failed"], GPU_TESTS["skipped"]) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["kernel_roofline", "generate", "append_time"])
+@pytest.mark.parametrize("name", ["kernel_roofline", "kernel_shapes", "generate", "append_time"])
 def test_rows_are_of_the_sources_that_passed(name):
     rows = read_json_lines(RESULTS / f"{name}.jsonl")
     assert rows
@@ -41,12 +43,40 @@ def test_logits_through_the_kernels_are_within_their_bounds():
 
 def test_every_case_of_the_speed_table_is_measured_and_right():
     rows = read_json_lines(RESULTS / "kernel_roofline.jsonl")
-    assert {row["case"] for row in rows if row["policy"] == "balanced"} == set(SPEED_TABLE)
+    for policy in ("balanced", DEFAULT_POLICY):
+        assert {row["case"] for row in rows if row["policy"] == policy} == set(SPEED_TABLE)
+    check_measured(rows)
+
+
+def test_other_shapes_of_attention_are_measured_and_right():
+    rows = read_json_lines(RESULTS / "kernel_shapes.jsonl")
+    jobs = make_jobs(ShapesConfig())
+    found = [
+        (row["case"], row["num_q_heads"], row["head_dim"], row["dtype"], row["page_size"])
+        for row in rows
+    ]
+    assert found == [
+        (w.name, w.num_q_heads, w.head_dim, config.dtype, config.page_size) for w, _, config in jobs
+    ]
+    check_measured(rows)
+
+
+def test_every_policy_is_measured_on_every_case_and_right():
+    rows = read_json_lines(RESULTS / "planner_ablation.jsonl")
+    assert all("skipped" not in row for row in rows)
+    expected = itertools.product((case.name for case in cases_of("main")), POLICIES)
+    assert sorted((row["case"], row["policy"]) for row in rows) == sorted(expected)
+    check_measured(rows)
+    for row in rows:
+        assert row["predicted_us"] >= row["lower_bound_us"] > 0 and row["segments"] > 0
+
+
+def check_measured(rows):
     for row in rows:
         assert row["policy"] in POLICIES and row["implementation"] == "mosaic_gpu"
         assert row["p10_us"] <= row["time_us"] <= row["p90_us"]
         assert row["floor_share"] == pytest.approx(row["floor_us"] / row["time_us"], abs=1e-3)
-        assert row["max_rel_err"] < 5e-3
+        assert row["max_rel_err"] < 5e-3 and row["max_lse_err"] < 1e-4
 
 
 def test_writing_is_timed_both_ways_for_every_batch():

@@ -221,7 +221,8 @@ def test_largest_capacity_has_room_for_each():
 def test_spare_room_for_virtual_nodes_changes_no_plan(batch):
     """With room for exactly the nodes, the planner takes them as they come, without a sort."""
     spare = dataclasses.replace(SMALL.capacity, virtual_nodes=SMALL.capacity.virtual_nodes + 1)
-    plan = jax.device_get(build_plan(batch.arrays, SMALL.spec, capacity=spare))
+    with_spare = build_plan(batch.arrays, SMALL.spec, policy=SMALL.policy, capacity=spare)
+    plan = jax.device_get(with_spare)
     jax.tree.map(np.testing.assert_array_equal, plan, SMALL.plan(batch.arrays))
 
 

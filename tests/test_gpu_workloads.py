@@ -19,7 +19,7 @@ from codec_jax.forest_arrays import ForestCapacity
 from codec_jax.kv_cache import KVCache, KVPool
 from codec_jax.partial import Partial
 from codec_jax.planning.build import build_plan
-from codec_jax.planning.policies import POLICIES
+from codec_jax.planning.policies import DEFAULT_POLICY, policy_named
 from codec_jax.planning.spec import PlanCapacity, PlanSpec
 from experiments.dense_check import max_relative_error
 from experiments.workloads import load_workloads
@@ -98,7 +98,7 @@ def bucket(heads):
         page_entries=max(arrays.page_list.size for arrays in forests),
     )
     plan = PlanCapacity.largest(
-        PlanCapacity.for_forest(padded(arrays, capacity), spec, policy=POLICIES["balanced"])
+        PlanCapacity.for_forest(padded(arrays, capacity), spec, policy=policy_named(DEFAULT_POLICY))
         for arrays in forests
     )
     shape = (capacity.page_entries, heads.num_kv_heads, PAGE_SIZE, heads.head_dim)

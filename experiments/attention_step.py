@@ -138,13 +138,14 @@ def make_pool(workload: AnyWorkload, config: MeasureConfig, *, num_pages: int) -
 
 
 def profile_of(workload: AnyWorkload, config: MeasureConfig) -> CostProfile | None:
-    """What was measured of such keys and values on this device, if it was: plans' costs."""
+    """The measured costs that the decode loop would plan with, if there are: the kernels' alone."""
+    implementation = implementation_of(workload, config)
+    if implementation != "mosaic_gpu":
+        return None
     return find_profile(
         device_slug(),
         dtype=jnp.dtype(config.dtype).name,
-        head_dim=stored_head_dim(
-            workload.head_dim, implementation=implementation_of(workload, config)
-        ),
+        head_dim=stored_head_dim(workload.head_dim, implementation=implementation),
         page_size=config.page_size,
     )
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import kernel_roofline
+from experiments import attention_step, kernel_roofline
+from experiments.attention_step import MeasureConfig, profile_of
 from experiments.json_lines import read_json_lines
 from experiments.kernel_roofline import RooflineConfig
+from experiments.workloads import load_workloads
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FIELDS = {
@@ -42,6 +44,15 @@ def test_other_heads_and_widths_over_the_same_forests():
         assert row["kv_bytes"] == 2 * case.unique_tokens * 4 * 32 * 4  # float32
         assert row["floor_us"] >= row["kv_bytes"] / 4.3e6
         assert row["max_rel_err"] < 1e-5
+
+
+def test_plans_cost_what_was_measured_of_the_kernels_and_only_of_them(monkeypatch):
+    monkeypatch.setattr(attention_step, "device_slug", lambda: "nvidia-h200")
+    for implementation, is_measured in (("mosaic_gpu", True), ("xla", False)):
+        monkeypatch.setattr(attention_step, "implementation_of", lambda *_, i=implementation: i)
+        profile = profile_of(load_workloads()["deep-binary"], MeasureConfig())
+        assert (profile is not None) is is_measured
+        assert profile is None or (profile.dtype, profile.head_dim) == ("bfloat16", 128)
 
 
 def test_processes_give_the_same_rows(tmp_path):

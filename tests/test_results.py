@@ -31,6 +31,7 @@ def test_rows_are_of_the_sources_that_passed(name):
 
 def test_logits_through_the_kernels_are_within_their_bounds():
     rows = read_json_lines(RESULTS / "generate.jsonl")
+    assert len({(row["commit"], row["tree_hash"]) for row in rows}) == 1
     assert [row["model"] for row in rows] == ["stories260k", "random-4l-128"]
     for row in rows:
         assert row["implementations_in_hlo"] == ["mosaic_gpu", "xla"]
@@ -55,6 +56,14 @@ def test_every_policy_is_measured_on_every_case_and_right():
     check_measured(rows)
     for row in rows:
         assert row["predicted_us"] >= row["lower_bound_us"] > 0 and row["segments"] > 0
+
+
+def test_the_grid_of_the_default_policy_is_whole_and_right():
+    rows = read_json_lines(RESULTS / "planner_o27.jsonl")
+    policies = ("flash_decoding", "hydragen", "balanced", "auto")
+    expected = itertools.product((case.name for case in cases_of("o27")), policies)
+    assert sorted((row["case"], row["policy"]) for row in rows) == sorted(expected)
+    check_measured(rows)
 
 
 def check_measured(rows):
